@@ -24,6 +24,8 @@ from .api.initialize import sync_module_states as sync_module_states
 from .api.module import FSDPModule as FSDPModule
 from .api.module import no_sync as no_sync
 from .api.module import share_comm_ctx as share_comm_ctx
+from .api.stream import load_full_params as load_full_params
+from .api.stream import stream_full_params as stream_full_params
 from .api.unit_forward import register_fsdp_forward_method as register_fsdp_forward_method
 from .core.mesh import ShardPlacementResult as ShardPlacementResult
 from .graph.install import install_passes as install_passes

@@ -25,9 +25,9 @@ SMALL_LORA = ("--length", str(LENGTH), "--batch", str(ROWS // 2), "--rank", "4")
 SMALL = ("--dim", "64", "--layers", "1", "--length", "32", "--batch", "2")
 
 
-def launched(script: str, *arguments: str) -> str:
+def launched(script: str, *arguments: str, num_ranks: int = 2) -> str:
     """What a script printed."""
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
     ran = subprocess.run(
         [*command, str(EXAMPLES / script), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
@@ -124,3 +124,10 @@ def test_fine_tuning_goes_on_as_if_it_had_not_been_stopped_and_peft_reads_it(tmp
     read = dict(unsharded(once / "base", once / "adapters").named_parameters())
     torch.testing.assert_close({name: read[name].detach() for name in adapters}, adapters, atol=0, rtol=0)
     assert all(not torch.equal(one, first[name]) for name, one in adapters.items())
+
+
+@pytest.mark.slow
+def test_the_generator_has_the_weights_that_the_policy_has_in_each_round() -> None:
+    printed = launched("rl_loop.py", num_ranks=3)
+    differences = [float(found) for found in re.findall(r"differ by ([0-9.e+-]+)", printed)]
+    assert len(differences) == 3 and max(differences) < 1e-4, printed

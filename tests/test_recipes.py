@@ -294,6 +294,18 @@ def shared_folder() -> Path:
     return Path(str(told[0]))
 
 
+@section("Weights that stream")
+def _weights_that_stream(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    run = torch.compile(shard(model))
+    sent = play(blocks[0], model=run)["sent"]
+    expected = {name: one.bfloat16() for name, one in unsharded.state_dict().items()}
+    torch.testing.assert_close(sent, expected, atol=0, rtol=0)
+    again = shard(Stack())
+    play(blocks[1], model=again, sent=sent)
+    assert_same_params(again, unsharded.bfloat16().float(), atol=0, rtol=0)
+
+
 @section("Hugging Face folders")
 def _hugging_face(blocks: list[str]) -> None:
     import transformers

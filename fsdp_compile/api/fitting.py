@@ -27,18 +27,19 @@ _MOST_NAMES = 5
 
 
 @contextmanager
-def raised_on_all(function: str) -> Iterator[None]:
+def raised_on_all(function: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """At the end of the block, raise on every rank if one raised: there its own error, elsewhere a RuntimeError."""
     error: Exception | None = None
     try:
         yield
     except Exception as raised:
         error = raised
-    said = told(None if error is None else f"{type(error).__name__}: {error}")
+    said = told(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
-    for rank, text in enumerate(said):
+    for place, text in enumerate(said):
         if text is not None:
+            rank = place if group is None else dist.get_global_rank(group, place)
             raise RuntimeError(f"{function}: rank {rank} raised {text}")
 
 

@@ -9,36 +9,21 @@ where transformers merges several entries into one.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 
-from .._torch_compat import dtensors
+from ..api.adapters import adapters_of, plain_model
 from ..api.fitting import raised_on_all
-from ..api.full_params import part_of, swapped_in
+from ..api.full_params import swapped_in
 from ..api.initialize import fill_in, random_numbers_of_first
-from ..core.param import ShardedParam
+from ..api.stream import Loader, require_shards, saved_tensors
 from ..core.unit import original_class, units_in
-from ..passes.wire.layout import ShardLayout
-from .names import (
-    Source,
-    adapters_of,
-    as_built,
-    may_be_more,
-    plain_model,
-    plain_names,
-    require_shards,
-    saved_tensors,
-    sharded_params,
-    sources,
-)
+from .names import Source, as_built, may_be_more, plain_names, sources
 from .safetensors import File, files_in, listed
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -70,11 +55,11 @@ def load_pretrained(
     adapters = _adapters_on_meta(model)
     there = saved_tensors(model)
     fill_in(model, {id(there[name]) for short in found.shapes for name in found.plain.get(short, ())}, device)
-    tensors, sharded = saved_tensors(model), sharded_params(model)
+    loader = Loader(saved_tensors(model))
     for source in found.sources:
         for short, value in source.make(found.tensor, inner).items():
             for name in found.plain.get(short, ()):
-                _write(tensors[name], sharded.get(id(tensors[name])), value)
+                loader.write(name, value)
     _reset(model, adapters)
     if generating is not None:
         plain_model(model).generation_config = generating
@@ -133,29 +118,6 @@ def _reset(model: nn.Module, adapters: list[nn.Module]) -> None:
             with swapped_in(list(units), writeback=True):
                 for name in layer.lora_A:  # type: ignore[union-attr]
                     layer.reset_lora_parameters(name, configs[name].init_lora_weights)  # type: ignore[operator]
-
-
-def _write(tensor: Tensor, param: ShardedParam | None, value: Tensor) -> None:
-    """Copy this rank's part of a value, a view of it, into a tensor that is sharded over any number of dimensions."""
-    if param is not None:
-        if param.dtensor is not None:
-            value = _part_of(value, param.dtensor.mesh, param.dtensor.placements)
-        dtensors.local_tensor(tensor).copy_(part_of(param, value))  # type: ignore[arg-type]
-    elif isinstance(tensor, DTensor):
-        dtensors.local_tensor(tensor).copy_(_part_of(value, tensor.device_mesh, tensor.placements))
-    else:
-        tensor.copy_(value)
-
-
-def _part_of(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    if any(type(one) not in (Shard, Replicate) for one in placements):
-        return dtensors.local_tensor(distribute_tensor(value, mesh, placements, src_data_rank=None))
-    for dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            layout = ShardLayout(tuple(value.shape), placement.dim, mesh.size(dim))
-            start, end = layout.span(mesh.get_local_rank(dim))
-            value = value.narrow(placement.dim, start, end - start)
-    return value
 
 
 def _check(folder: Path, model: nn.Module, found: _Found, strict: bool) -> None:

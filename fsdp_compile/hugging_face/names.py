@@ -20,16 +20,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dynamo, fsdp1, subclasses
-from ..api.full_params import require_idle
-from ..core.param import ShardedParam
-from ..core.unit import WRAPPED, original_class, units_in
-from ..passes.ir.module_paths import plain_name
-
-# The parts that PEFT puts into the names of a module's weights; modules_to_save is the copy that it trains.
-_BETWEEN = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+from ..api.adapters import BETWEEN, adapters_of, base_path, plain_model
+from ..core.unit import original_class
 
 
 @dataclass
@@ -50,18 +43,6 @@ class Source:
             converter.add_tensor(self.target, name, pattern, partial(read, name))
         made = converter.convert(self.target, model=model, config=getattr(model, "config", None))
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-def plain_model(model: nn.Module) -> nn.Module:
-    """Return the Hugging Face model inside the wrappers of torch.compile, checkpointing, FSDP1's class and PEFT."""
-    while True:
-        inner = fsdp1.behind_checkpointing(dynamo.behind_compile(model))
-        inner = inner._modules.get(WRAPPED) or inner
-        if adapters_of(inner) and hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        if inner is model:
-            return model
-        model = inner
 
 
 def as_built(model: nn.Module) -> nn.Module:
@@ -87,61 +68,18 @@ def _as_built(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
     return built
 
 
-def adapters_of(model: nn.Module) -> dict[str, Any]:
-    """Return PEFT's configurations of the model's adapters, by name."""
-    found: dict[str, Any] = getattr(dynamo.behind_compile(model), "peft_config", None) or {}
-    return found
-
-
 def plain_names(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
     """Map the base model's names of tensors to the model's own names; tensors of adapters are left out."""
-    inner = plain_model(model)
-    path = next(plain_name(path) for path, one in model.named_modules() if one is inner)
-    prefix = f"{path}." if path else ""
+    prefix = base_path(model)
     found: dict[str, list[str]] = {}
     for name in names:
         plain = name
         if adapters_of(model):
             if not plain.startswith(prefix) or any(part.startswith("lora_") for part in plain.split(".")):
                 continue
-            plain = _BETWEEN.sub("", plain.removeprefix(prefix))
+            plain = BETWEEN.sub("", plain.removeprefix(prefix))
         found.setdefault(plain, []).append(name)
     return found
-
-
-def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters, and the buffers that are saved, by all their names, which leave out wrappers.
-
-    They are the registered tensors; a state dict of FSDP1's class has only copies.
-    """
-    found: dict[str, Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *subclasses.saved_buffers(module).items()):
-            if tensor is not None:
-                found[plain_name(f"{path}.{name}" if path else name)] = tensor
-    return found
-
-
-def sharded_params(model: nn.Module) -> dict[int, ShardedParam]:
-    """Return the sharded parameters, by the ids of the registered tensors."""
-    return {id(param.param): param for unit in units_in(model) for param in unit.params}
-
-
-def require_shards(model: nn.Module, doing: str) -> None:
-    """Raise inside a forward, a backward, or where full parameters are in the shards' places."""
-    units = units_in(model)
-    try:
-        require_idle(units, doing)
-    except AssertionError as error:
-        raise RuntimeError(*error.args) from None
-    for unit in units:
-        for param in unit.params:
-            shard = param.param
-            if not isinstance(shard, DTensor) or shard.device_mesh != param.shard.device_mesh:  # type: ignore[attr-defined]
-                raise RuntimeError(
-                    f"{unit.name}: cannot {doing} while {param.fqn} is a full parameter. Do it outside of full_params "
-                    "and summon_full_params."
-                )
 
 
 def sources(model: nn.Module, expected: Collection[str], entries: Collection[str]) -> list[Source]:

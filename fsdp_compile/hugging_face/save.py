@@ -2,19 +2,21 @@
 
     parameters, in order     a  b  c  d  e
     files, by size           [a  b  c]  [d  e]        00001-of-00002 is rank 0's to write, 00002-of-00002 is rank 1's
-    each parameter           gathered on all ranks, written by one, freed
+    each parameter           sent to the rank that writes it, written, freed
 
-A rank has one whole parameter in memory at a time, or the few that transformers merges into one entry.
+A rank has one whole parameter in memory at a time, or the few that transformers merges into one entry, beside the
+window of the stream that is on its way.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,27 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensors
+from ..api.adapters import adapters_of, plain_model
+from ..api.exchange import Slab, cast_to, this_rank, whole_of
 from ..api.fitting import raised_on_all, told
-from ..api.full_params import gathered_together
-from ..core.param import ShardedParam
+from ..api.stream import Ranks, bytes_of, require_shards, saved_tensors, stream_wholes
 from ..core.unit import original_class
-from ..passes.budget.budget import Budget
-from .names import (
-    adapters_of,
-    as_built,
-    as_saved,
-    groups_of,
-    plain_model,
-    require_shards,
-    saved_tensors,
-    sharded_params,
-)
+from .names import as_built, as_saved, groups_of
 from .safetensors import Writer, name_of
 
 Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+_STREAM_BYTES = 256 << 20  # at most: twice the largest parameter
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # The names of files that we, or transformers, wrote into the folder before.
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.partial)?")
@@ -80,17 +72,24 @@ def save_pretrained(
         _refuse_adapters(model, inner)
         require_shards(model, "save weights")
         tensors = _to_save(model)
-        files = _split(_groups(inner, tensors, dtype), _num_bytes(max_shard_size))
+        files = _split(_groups(inner, tensors, dtype), bytes_of("max_shard_size", max_shard_size))
     _require_one_model([group.entries for members in files for group in members])
     with raised_on_all("save_pretrained"):
-        if _rank() == 0:
+        if this_rank() == 0:
             path.mkdir(parents=True, exist_ok=True)
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
     names = [_SINGLE] if len(files) == 1 else names
+    wholes = [
+        whole_of([name], tensors[name], dtype, number % _world())
+        for number, groups in enumerate(files)
+        for group in groups
+        for name in group.members
+    ]
+    most = min(_STREAM_BYTES, 2 * max(one.num_bytes for one in wholes))
     with raised_on_all("save_pretrained"):
-        _write(path, inner, names, files, tensors, sharded_params(model), dtype)
+        _write(path, inner, names, files, stream_wholes(wholes, Ranks.of(model, "save_pretrained"), most))
     with raised_on_all("save_pretrained"):
-        if _rank() == 0:
+        if this_rank() == 0:
             _put_in_place(path, inner, names, files)
 
 
@@ -107,7 +106,7 @@ def _require_one_model(entries: list[Sizes]) -> None:
     for rank, theirs in enumerate(told(entries)):
         if theirs != entries:
             raise ValueError(
-                f"save_pretrained: ranks {_rank()} and {rank} have different models, of which one folder would be "
+                f"save_pretrained: ranks {this_rank()} and {rank} have different models, of which one folder would be "
                 "written. Of pipeline stages, save get_model_state_dict(...) with torch.distributed.checkpoint."
             )
 
@@ -117,43 +116,37 @@ def _write(
     model: nn.Module,
     names: Sequence[str],
     files: Sequence[Sequence[_Group]],
-    tensors: Mapping[str, Tensor],
-    sharded: Mapping[int, ShardedParam],
-    dtype: torch.dtype | None,
+    stream: Iterator[tuple[Slab, Tensor | None]],
 ) -> None:
-    """Gather every tensor on all ranks; the rank that its file belongs to writes it. Raise after the last gather."""
+    """Write the files of this rank as their tensors come; raise after the last one, since all ranks read the stream."""
     failed: Exception | None = None
     for number, groups in enumerate(files):
         writer: Writer | None = None
         try:
-            if number % _world() == _rank() and failed is None:
+            if number % _world() == this_rank() and failed is None:
                 announced = {name: said for one in groups for name, said in one.entries.items()}
                 writer = Writer(path / f"{names[number]}.partial", announced)
         except OSError as error:
             failed = error
         for group in groups:
-            wholes = {name: _whole(tensors[name], sharded.get(id(tensors[name]))) for name in group.members}
+            wholes = dict(zip(group.members, (whole for _, whole in itertools.islice(stream, len(group.members)))))
             try:
                 if writer is not None and failed is None:
-                    _write_group(writer, group, wholes, model, dtype)
+                    made = as_saved(model, wholes)  # type: ignore[arg-type]
+                    for name in group.entries:
+                        writer.write(made[name])
+                    del made
             except Exception as error:
                 failed = error
-            del wholes  # before the next ones are gathered
+            del wholes  # before the next ones are made
         try:
             if writer is not None:
                 writer.close()
         except OSError as error:
             failed = failed or error
+    next(stream, None)  # all ranks have read it
     if failed is not None:
         raise failed
-
-
-def _write_group(
-    writer: Writer, group: _Group, wholes: Mapping[str, Tensor], model: nn.Module, dtype: torch.dtype | None
-) -> None:
-    made = as_saved(model, {name: one.to(_cast(one, dtype)) for name, one in wholes.items()})
-    for name in group.entries:
-        writer.write(made[name])
 
 
 def _put_in_place(path: Path, model: nn.Module, names: Sequence[str], files: Sequence[Sequence[_Group]]) -> None:
@@ -200,20 +193,9 @@ def _to_save(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _whole(tensor: Tensor, param: ShardedParam | None) -> Tensor:
-    """Return the whole of a tensor; every rank must call this for it."""
-    if param is not None and param.dtensor is None:
-        return gathered_together([(param, dtensors.local_tensor(tensor))])[0]  # type: ignore[arg-type]
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-
 def _groups(model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[_Group]:
     """Return the groups to write, with the names, dtypes and shapes of their entries in the folder."""
-    like = {name: torch.empty(one.shape, dtype=_cast(one, dtype), device="meta") for name, one in tensors.items()}
+    like = {name: torch.empty(one.shape, dtype=cast_to(dtype, one), device="meta") for name, one in tensors.items()}
     groups = []
     for members in groups_of(model, like):
         made = as_saved(model, {name: like[name] for name in members})
@@ -234,22 +216,6 @@ def _split(groups: Sequence[_Group], most: int) -> list[list[_Group]]:
         files[-1].append(group)
         filled += group.num_bytes
     return files
-
-
-def _num_bytes(said: int | str) -> int:
-    if isinstance(said, bool) or not isinstance(said, (int, str)):
-        raise TypeError(f"max_shard_size is {said!r}. Give bytes, or text such as '5GB'.")
-    try:
-        num_bytes = Budget.of(said).num_bytes
-    except ValueError:
-        num_bytes = None
-    if num_bytes is None:
-        raise ValueError(f"max_shard_size={said!r} is no number of bytes. Give bytes, or text such as '5GB'.")
-    return num_bytes
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _world() -> int:

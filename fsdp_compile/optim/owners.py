@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensors, process_groups
 from ..core.mesh import device_of_type
-from ..passes.wire.layout import ShardLayout
+from ..core.parts import Part, coordinate_of, group_over, holders, part_at
 
 # Computes the results of the tensors at these places; each result has its tensor's shape.
 Compute = Callable[[Sequence[int], Sequence[Tensor]], Sequence[Tensor]]
@@ -73,7 +72,7 @@ class _Shared:
 
     size: torch.Size
     owner: int
-    parts: tuple[tuple[slice, ...], ...]
+    parts: tuple[Part, ...]
     senders: frozenset[int]  # ranks whose parts make up the whole, of the replica that the owner is in
 
     def numel(self, rank: int) -> int:
@@ -85,10 +84,10 @@ class _OnMesh:
 
     def __init__(self, mesh: DeviceMesh, params: dict[int, Tensor], cost: Callable[[torch.Size], float]) -> None:
         self._device = device_of_type(mesh.device_type)
-        self._group = _group_of(mesh)
+        self._group = group_over(mesh, range(mesh.ndim))
         ranks = dist.get_process_group_ranks(self._group)
         self._rank, self._num_ranks = ranks.index(dist.get_rank()), len(ranks)
-        coordinates = [_coordinate(mesh, rank) for rank in ranks]
+        coordinates = [coordinate_of(mesh, rank) for rank in ranks]
         load = [0.0] * len(ranks)
         self._buckets: list[dict[int, _Shared]] = []
         limit, elements = _BUCKET_ELEMENTS * len(ranks), 0
@@ -102,7 +101,9 @@ class _OnMesh:
                 self._buckets.append({})
                 elements = 0
             elements += param.numel()
-            self._buckets[-1][place] = _shared(param, owner, coordinates)
+            parts = tuple(part_at(param, at) for at in coordinates)
+            senders = frozenset(ranks.index(rank) for rank in holders(param, ranks[owner]))
+            self._buckets[-1][place] = _Shared(param.shape, owner, parts, senders)
 
     def run(self, parts: Sequence[Tensor], compute: Compute) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's part of each result, with the place of its tensor."""
@@ -178,42 +179,3 @@ class _Flight:
         """Wait for the exchange, and return the tensor that arrived, cut into pieces of these lengths."""
         self.work.wait()
         return self.arrived.split(list(lengths))
-
-
-def _shared(param: DTensor, owner: int, coordinates: Sequence[tuple[int, ...]]) -> _Shared:
-    copied = [dim for dim, placement in enumerate(param.placements) if isinstance(placement, Replicate)]
-    replica = [coordinates[owner][dim] for dim in copied]
-    senders = [rank for rank, at in enumerate(coordinates) if [at[dim] for dim in copied] == replica]
-    return _Shared(
-        param.shape,
-        owner,
-        tuple(_part(param, at) for at in coordinates),
-        frozenset(senders),
-    )
-
-
-def _part(param: DTensor, at: Sequence[int]) -> tuple[slice, ...]:
-    """Return which part of a DTensor the rank at these coordinates of its mesh holds."""
-    ranges = [range(length) for length in param.shape]
-    # A strided shard cuts what later dimensions of the mesh have cut before.
-    strided = [dim for dim, one in enumerate(param.placements) if isinstance(one, dtensors.StridedShard)]
-    for dim in [dim for dim in range(len(at)) if dim not in strided] + strided[::-1]:
-        placement = param.placements[dim]
-        if isinstance(placement, Replicate):
-            continue
-        cut = ranges[placement.dim]  # type: ignore[attr-defined]
-        start, stop = ShardLayout((len(cut),), 0, param.device_mesh.size(dim)).span(at[dim])
-        ranges[placement.dim] = cut[start:stop]  # type: ignore[attr-defined]
-    return tuple(slice(one.start, one.stop) for one in ranges)
-
-
-def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
-    [found] = (mesh.mesh == rank).nonzero().tolist()
-    return tuple(found)
-
-
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a group of all ranks of a mesh."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    return process_groups.group_for("owners", sorted(mesh.mesh.flatten().tolist()))

@@ -71,6 +71,8 @@ def from_a_folder(meter: Meter) -> None:
         model = models.Tiny()
     fsdp_compile.load_pretrained(shard(model), str(folder[0]))
     meter.compare_params(model, reference)
+    fsdp_compile.load_full_params(model, fsdp_compile.stream_full_params(first))
+    meter.compare_params(model, reference)
     train(meter, model, reference, compiled(meter, model), num_steps=2)
     dist.barrier()
     if dist.get_rank() == 0:

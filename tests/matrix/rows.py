@@ -113,7 +113,11 @@ ROWS: tuple[Row, ...] = (
     Row("a penalty on gradients, eagerly", double_backward, None, None),
     Row("adopt", around.adopted, shows="adopt Adoption"),
     Row("a checkpoint, resumed", around.resumed, 2, shows="CheckedReader"),
-    Row("from a folder of safetensors", around.from_a_folder, shows="load_pretrained save_pretrained"),
+    Row(
+        "from a folder of safetensors",
+        around.from_a_folder,
+        shows="load_pretrained save_pretrained stream_full_params load_full_params",
+    ),
     Row(
         "from the meta device, by a policy",
         around.made_of_nothing,

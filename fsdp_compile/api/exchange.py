@@ -1,0 +1,264 @@
+"""Tensors become whole from the parts that ranks have: windows of a few bytes, the next on its way while one is used.
+
+    small tensors      a slab each: the part of every rank
+    a larger one       slabs of some rows of every part, so that all ranks send as much
+    in pieces          slabs of some rows of the whole, which few ranks may have
+    window             slabs, one behind the other; those of one group, dtype and destination travel packed
+
+    to all ranks       one all-gather, padded to the longest part; where that doubles the bytes, a broadcast from each
+                       rank that has something
+    to one rank        one all-to-all, in which only that rank receives
+
+All of it follows from shapes, dtypes and placements, so every rank launches the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .._torch_compat import dtensors, subclasses
+from ..core.mesh import device_of_type
+from ..core.parts import Part, coordinate_of, cut_dims, group_over, holders, part_at
+
+
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A tensor that becomes whole on all ranks or on ``dst`` alone, and what this rank has of it."""
+
+    names: tuple[str, ...]  # several if it is tied
+    shape: torch.Size
+    dtype: torch.dtype  # in which it travels
+    local: Tensor
+    device: torch.device  # where it becomes whole
+    dst: int | None = None
+    parts: Mapping[int, Part] = field(default_factory=dict)  # by rank, of those that send; none if ``local`` is whole
+    group: dist.ProcessGroup | None = None
+    make: Callable[[], Tensor] | None = None  # what is taken in place of ``local``; all ranks call it together
+
+    @property
+    def is_here(self) -> bool:
+        return self.dst in (None, this_rank())
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def slabs(self, most: int, in_pieces: bool) -> Iterator[Slab]:
+        """Cut it into slabs of at most ``most`` bytes, or of one row of each part."""
+        num_rows = self.shape[0] if self.shape else 1
+        row_bytes = self.num_bytes // max(num_rows, 1)
+        step = max(1, most // max(row_bytes, 1)) if in_pieces and not self.make else max(num_rows, 1)
+        for first in range(0, max(num_rows, 1), step):
+            piece = range(first, min(first + step, num_rows))
+            rows = {rank: _overlap(part[0], piece) for rank, part in self.parts.items()}
+            longest = max(map(len, rows.values()), default=0)
+            stride = max(1, longest * min(most, len(piece) * row_bytes) // max(len(piece) * row_bytes, 1))
+            for start in range(0, max(longest, 1), stride):
+                some = {rank: own[start : start + stride] for rank, own in rows.items()}
+                yield Slab(self, piece, some, is_last=start + stride >= longest)
+
+    def own_rows(self, rows: range) -> Tensor:
+        """Return these rows of the whole, which are in this rank's part."""
+        first = self.parts[this_rank()][0].start if self.parts else 0
+        return self.local[rows.start - first : rows.stop - first] if rows else self.local[:0]
+
+
+def _overlap(one: slice, piece: range) -> range:
+    start = max(one.start, piece.start)
+    return range(start, max(start, min(one.stop, piece.stop)))
+
+
+def cast_to(dtype: torch.dtype | None, tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a tensor after a cast to ``dtype``, which leaves integers as they are."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def whole_of(
+    names: Sequence[str],
+    tensor: Tensor,
+    dtype: torch.dtype | None = None,
+    dst: int | None = None,
+    make: Callable[[], Tensor] | None = None,
+) -> Whole:
+    """Return how a tensor becomes whole; ``dtype`` casts it before it is sent."""
+    cast = cast_to(dtype, tensor)
+    if make is not None or not isinstance(tensor, DTensor):
+        return Whole(tuple(names), tensor.shape, cast, tensor.detach(), tensor.device, dst, make=make)
+    known = [type(one) in (Shard, Replicate, dtensors.StridedShard) for one in tensor.placements]
+    local = inside(dtensors.local_tensor(tensor).detach())
+    if not all(known) or type(local) is not Tensor:
+        raise NotImplementedError(
+            f"{names[0]} is a {type(local).__name__} with placements {tensor.placements}. Only parts of plain tensors "
+            "become whole by putting them together. Leave it out, or convert it before."
+        )
+    mesh = tensor.device_mesh
+    device = device_of_type(mesh.device_type)
+    cut = cut_dims(tensor)
+    if not cut:
+        return Whole(tuple(names), tensor.shape, cast, local, device, dst)
+    group = group_over(mesh, cut)  # made by all ranks, whoever sends
+    # ``dst`` may be on another mesh, with parameters of the same names: then nobody sends here.
+    ranks = holders(tensor, this_rank() if dst is None or dst not in mesh.mesh else dst)
+    parts = {rank: part_at(tensor, coordinate_of(mesh, rank)) for rank in ranks}
+    return Whole(tuple(names), tensor.shape, cast, local, device, dst, parts, group)
+
+
+def gathered(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the whole of each tensor, on all ranks; the ranks call this together."""
+    window = [slab for tensor in tensors for slab in whole_of(["a tensor"], tensor).slabs(sys.maxsize, in_pieces=False)]
+    flight = Flight(window)
+    flight.wait()
+    return [flight.put(slab, None) for slab in window]
+
+
+def inside(local: Tensor) -> Tensor:
+    """Return the tensor of the same shape and dtype inside one of a subclass, if it has that alone."""
+    tensors = subclasses.plain_tensors_in(local)
+    if len(tensors) == 1 and tensors[0].shape == local.shape and tensors[0].dtype == local.dtype:
+        return tensors[0]
+    return local
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """Rows of each rank's part that travel at once, towards a piece of the whole."""
+
+    whole: Whole
+    piece: range  # rows of the whole; all of them, unless it comes in pieces
+    rows: Mapping[int, range]  # by rank, as rows of the whole
+    is_last: bool  # of its piece
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its piece."""
+        return (len(self.piece), *self.whole.shape[1:]) if self.whole.shape else ()
+
+    def numel(self, rank: int) -> int:
+        return math.prod([len(self.rows[rank]), *(one.stop - one.start for one in self.whole.parts[rank][1:])])
+
+    @property
+    def num_bytes(self) -> int:
+        """What arrives, padding included."""
+        lengths = [self.numel(rank) for rank in self.rows]
+        padded = max(lengths, default=0) * len(lengths)
+        return (padded if padded <= 2 * sum(lengths) else sum(lengths)) * self.whole.dtype.itemsize
+
+    def place(self, made: Tensor, rank: int) -> Tensor:
+        """Return where the rows of ``rank`` belong in the piece."""
+        rows, first = self.rows[rank], self.piece.start
+        place = slice(rows.start - first, rows.stop - first), *self.whole.parts[rank][1:]
+        return made[place]
+
+
+def windows_of(wholes: Iterable[Whole], most: int, in_pieces: bool) -> Iterator[list[Slab]]:
+    """Yield slabs of at most ``most`` bytes together, in order."""
+    window: list[Slab] = []
+    filled = 0
+    for slab in (slab for whole in wholes for slab in whole.slabs(most, in_pieces)):
+        if window and filled + slab.num_bytes > most:
+            yield window
+            window, filled = [], 0
+        window.append(slab)
+        filled += slab.num_bytes
+    if window:
+        yield window
+
+
+class Flight:
+    """A window on its way."""
+
+    def __init__(self, window: Sequence[Slab]) -> None:
+        self._arriving: dict[int, dict[int, Tensor]] = {}  # by the slab's id, what comes from each rank
+        self._works: list[Any] = []
+        together: dict[Any, list[Slab]] = {}
+        for slab in window:
+            dst = slab.whole.dst
+            if this_rank() in slab.rows and (dst is None or dst in slab.rows):
+                key = slab.whole.group, slab.whole.dtype, dst, tuple(slab.rows)
+                together.setdefault(key, []).append(slab)
+        self._sent = [self._launch(slabs) for slabs in together.values()]  # lives until it is sent
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._sent = [], []
+
+    def put(self, slab: Slab, made: Tensor | None) -> Tensor:
+        """Write a slab into its piece, which the first one makes; return the piece."""
+        whole = slab.whole
+        if whole.make is not None:
+            return whole.make().to(whole.dtype)
+        if not whole.parts:
+            return (whole.own_rows(slab.piece) if whole.shape else whole.local).to(whole.dtype)
+        if made is None:
+            made = torch.empty(slab.shape, dtype=whole.dtype, device=whole.device)
+        for rank, came in self._arriving.pop(id(slab), {}).items():
+            place = slab.place(made, rank)
+            place.copy_(came.view(place.shape))
+        return made
+
+    def _launch(self, slabs: list[Slab]) -> Tensor:
+        whole, rank = slabs[0].whole, this_rank()
+        assert whole.group is not None
+        ranks = dist.get_process_group_ranks(whole.group)
+        lengths = [sum(slab.numel(one) for slab in slabs) for one in ranks]
+
+        empty = functools.partial(torch.empty, dtype=whole.dtype, device=whole.device)
+
+        def start(collective: Any, *tensors: Tensor, **settings: Any) -> None:
+            as_bytes = [one.view(torch.uint8) for one in tensors]  # whatever dtypes the backend knows
+            self._works.append(collective(*as_bytes, group=whole.group, async_op=True, **settings))
+
+        longest, total = max(lengths), sum(lengths)
+        is_padded = whole.dst is None and longest * len(ranks) <= 2 * total
+        own = [slab.whole.own_rows(slab.rows[rank]) for slab in slabs]
+        sent = _packed(own, empty, longest if is_padded else lengths[ranks.index(rank)])
+        arrived: Sequence[Tensor]
+        if total == 0:
+            arrived = [empty(0) for _ in ranks]
+        elif is_padded:
+            every = empty(longest * len(ranks))
+            start(dist.all_gather_into_tensor, every, sent)
+            arrived = [one[:length] for one, length in zip(every.split(longest), lengths)]
+        elif whole.dst is None:
+            arrived = [sent if one == rank else empty(length) for one, length in zip(ranks, lengths)]
+            for one, tensor in zip(ranks, arrived):
+                if tensor.numel():
+                    start(dist.broadcast, tensor, src=one)
+        else:
+            itemsize = whole.dtype.itemsize
+            received = [length * itemsize if whole.is_here else 0 for length in lengths]
+            sends = [sent.nbytes if one == whole.dst else 0 for one in ranks]
+            every = empty(sum(received) // itemsize)
+            start(dist.all_to_all_single, every, sent, output_split_sizes=received, input_split_sizes=sends)
+            arrived = every.split(lengths) if whole.is_here else []
+        for one, tensor in zip(ranks, arrived):
+            for slab, came in zip(slabs, tensor.split([slab.numel(one) for slab in slabs])):
+                self._arriving.setdefault(id(slab), {})[one] = came
+        return sent
+
+
+def _packed(parts: Sequence[Tensor], empty: Callable[[int], Tensor], length: int) -> Tensor:
+    """Return the parts one behind the other; a single one that can travel as it is is not copied."""
+    if len(parts) == 1 and parts[0].numel() == length and parts[0].is_contiguous():
+        none = empty(0)
+        return parts[0].to(none.device, none.dtype).view(-1)
+    packed, at = empty(length), 0
+    for part in parts:
+        packed[at : at + part.numel()].view(part.shape).copy_(part)
+        at += part.numel()
+    return packed

@@ -1,0 +1,367 @@
+"""Streams the full weights of a sharded model, and loads them, with few of them in memory at a time.
+
+    stream_full_params     shards --one window at a time--> wholes, one after another --> the caller
+    load_full_params       wholes, from one rank or from each --this rank's part--> shards
+
+    names                  those in the state dict of the model that was never sharded, without wrappers
+
+Before a window is launched, ranks ask each other whether all of them still read the stream: if one left, all end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .._torch_compat import dtensors, process_groups, subclasses
+from ..core.mesh import device_of_type
+from ..core.parts import coordinate_of, part_at
+from ..core.unit import units_in
+from ..passes.budget.budget import Budget
+from ..passes.ir.module_paths import plain_name
+from . import adapters
+from .exchange import Flight, Slab, Whole, inside, this_rank, whole_of, windows_of
+from .fitting import raised_on_all, require_module, told
+from .full_params import require_idle
+
+_LOADED_BYTES = 64 << 20  # of full tensors that one rank sends at a time
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters, and the buffers that are saved, by all their names, which leave out wrappers.
+
+    They are the registered tensors; a state dict of FSDP1's class has only copies.
+    """
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *subclasses.saved_buffers(module).items()):
+            if tensor is not None:
+                found[plain_name(f"{path}.{name}" if path else name)] = tensor
+    return found
+
+
+def require_shards(model: nn.Module, doing: str) -> None:
+    """Raise inside a forward, a backward, or where full parameters are in the shards' places."""
+    units = units_in(model)
+    try:
+        require_idle(units, doing)
+    except AssertionError as error:
+        raise RuntimeError(*error.args) from None
+    for unit in units:
+        for param in unit.params:
+            shard = param.param
+            if not isinstance(shard, DTensor) or shard.device_mesh != param.shard.device_mesh:  # type: ignore[attr-defined]
+                raise RuntimeError(
+                    f"{unit.name}: cannot {doing} while {param.fqn} is a full parameter. Do it outside of full_params "
+                    "and summon_full_params."
+                )
+
+
+def bytes_of(setting: str, said: Any) -> int:
+    """Parse what a user gave for a number of bytes."""
+    if isinstance(said, bool) or not isinstance(said, (int, str)):
+        raise TypeError(f"{setting} is {said!r}. Give bytes, or text such as '5GB'.")
+    try:
+        num_bytes = Budget.of(said).num_bytes
+    except ValueError:
+        num_bytes = None
+    if num_bytes is None:
+        raise ValueError(f"{setting}={said!r} is no number of bytes. Give bytes, or text such as '5GB'.")
+    return num_bytes
+
+
+def stream_full_params(
+    model: nn.Module,
+    *,
+    max_bytes: int | str = "256MiB",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    names: Sequence[str] | None = None,
+    dst: int | None = None,
+    pieces: bool = False,
+    merge_adapters: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator over the names and full tensors of ``model``; no rank holds more than ``max_bytes`` of them.
+
+    for name, tensor in stream_full_params(model, dtype=torch.bfloat16):
+        engine.load_weights([(name, tensor)])
+
+    These are the parameters, and the buffers that are saved, under the names of the model that was never sharded. Tied
+    ones are gathered once, and come under each of their names. What is not sharded comes as it is, and shares the
+    model's memory unless it is cast.
+
+    **max_bytes** counts the tensor that the caller has, the next one, and what is on its way, which takes half of it.
+    So a parameter of more than a quarter takes more; with **pieces**, it comes in pieces along dim 0 instead, one
+    after another under its name. **dtype** casts floating-point tensors before they are sent. **device**
+    is where tensors go, by default where they are gathered. **names** chooses some, in an order of their own. With
+    **dst**, that rank alone gets values, and they are sent to it alone; tensors of other ranks are on the meta device.
+    With **merge_adapters**, a model of PEFT comes as its base model, with its active adapters merged. The model itself
+    stays as it is. Weights with an adapter are gathered on all ranks, whole, one at a time.
+
+    Every rank must call this between steps, with the same arguments, and read all of the stream. If a rank leaves its
+    loop early, the stream ends on all: silently where all have left, elsewhere it raises. A rank has left when
+    Python closes the iterator, so iterate over the call itself.
+    """
+    require_module("stream_full_params", model)
+    ranks = Ranks.of(model, "stream_full_params")
+    with ranks.raise_together():
+        most = bytes_of("max_bytes", max_bytes)
+        if dst is not None and (isinstance(dst, bool) or dst not in ranks.members):
+            raise ValueError(f"stream_full_params: dst={dst!r} is none of the model's ranks, {ranks.members}.")
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"stream_full_params: dtype is {dtype}. Pass a floating-point dtype.")
+        require_shards(model, "stream weights")
+        tensors, makes = saved_tensors(model), {}
+        if merge_adapters:
+            tensors, makes = adapters.merged_names(model, tensors), adapters.merges(model)
+        wholes = [
+            whole_of(some, tensor, dtype, dst, make=makes.get(id(tensor))) for some, tensor in _named(tensors, names)
+        ]
+    stream = stream_wholes(wholes, ranks, most, pieces)
+    return _by_name(stream, None if device is None else torch.device(device))
+
+
+def _named(tensors: Mapping[str, Tensor], names: Sequence[str] | None) -> list[tuple[list[str], Tensor]]:
+    """Return each tensor once, with the names under which it was asked for."""
+    if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
+        raise TypeError(f"names is a {type(names).__name__}. Pass a list: its order is the same on all ranks.")
+    missing = [name for name in names or () if name not in tensors]
+    if missing:
+        raise ValueError(f"names has {missing[0]}, which the model lacks. Its names are those of its state dict.")
+    named: dict[int, list[str]] = {}
+    for name in tensors if names is None else names:
+        named.setdefault(id(tensors[name]), []).append(name)
+    return [(some, tensors[some[0]]) for some in named.values()]
+
+
+def _by_name(
+    stream: Iterator[tuple[Slab, Tensor | None]], device: torch.device | None
+) -> Iterator[tuple[str, Tensor]]:
+    for slab, made in stream:
+        whole = slab.whole
+        if made is None:
+            made = torch.empty(slab.shape, dtype=whole.dtype, device="meta")
+        elif device is not None:
+            made = made.to(device)
+        for name in whole.names:
+            yield name, made
+        del made  # before the next one is there
+
+
+def stream_wholes(
+    wholes: Sequence[Whole], ranks: Ranks, max_bytes: int, in_pieces: bool = False
+) -> Iterator[tuple[Slab, Tensor | None]]:
+    """Return an iterator over tensors that became whole, or pieces of them; None where they are not sent."""
+    # Two windows are on their way or used, with what they send: with two ranks, half as much as they bring.
+    windows = list(windows_of(wholes, max_bytes // 6, in_pieces))
+    ranks.require_same(
+        [[(one.whole.names, one.whole.dtype, one.whole.dst, one.piece, one.shape) for one in some] for some in windows]
+    )
+    return _stream(windows, ranks)
+
+
+@torch.no_grad()
+def _stream(windows: list[list[Slab]], ranks: Ranks) -> Iterator[tuple[Slab, Tensor | None]]:
+    flights: list[Flight] = []
+    made: Tensor | None = None
+    try:
+        for number, window in enumerate(windows):
+            for launched in windows[number + len(flights) : number + 2]:
+                ranks.ask()
+                flights.append(Flight(launched))
+            flights[0].wait()
+            for slab in window:
+                if slab.whole.is_here or slab.whole.make is not None:
+                    made = flights[0].put(slab, made)
+                if slab.is_last:
+                    whole, made = made if slab.whole.is_here else None, None
+                    yield slab, whole
+                    del whole  # before the next one is made
+            del flights[0]
+        ranks.ask()
+    except BaseException:
+        for flight in flights:  # it lands, as it does on the other ranks
+            flight.wait()
+        ranks.leave()
+        raise
+
+
+@dataclass(eq=False)
+class Ranks:
+    """All ranks that have parts of one model, and what they do together; this one alone if nothing is sharded."""
+
+    function: str
+    members: list[int]
+    group: dist.ProcessGroup | None
+    device: torch.device
+    is_over: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module, function: str) -> Ranks:
+        meshes = {one.device_mesh for one in saved_tensors(model).values() if isinstance(one, DTensor)}
+        meshes |= {param.shard.device_mesh for unit in units_in(model) for param in unit.params}  # type: ignore[attr-defined]
+        members = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+        if len(members) < 2:
+            return cls(function, [this_rank()], None, torch.device("cpu"), is_over=True)
+        everywhere = len(members) == dist.get_world_size()
+        group = dist.group.WORLD if everywhere else process_groups.group_for("streams", members)
+        return cls(function, members, group, device_of_type(next(iter(meshes)).device_type))
+
+    def raise_together(self) -> AbstractContextManager[None]:
+        """Have all ranks raise at the end of a block if one raised in it."""
+        return nullcontext() if self.group is None else raised_on_all(self.function, self.group)
+
+    def require_same(self, asked: Any) -> None:
+        """Raise on all ranks if one asks for something else."""
+        digest = hashlib.sha256(repr(asked).encode()).hexdigest()
+        for rank, theirs in zip(self.members, [digest] if self.group is None else told(digest, self.group)):
+            if theirs != digest:
+                raise ValueError(
+                    f"{self.function}: ranks {this_rank()} and {rank} ask for different tensors, or pass other "
+                    "arguments. Call it on every rank with the same model and arguments."
+                )
+
+    def ask(self) -> None:
+        """Raise if a rank has left."""
+        left = self._left(0)
+        if left:
+            raise RuntimeError(
+                f"{self.function}: rank {left - 1} left its loop, by a break or an exception, before the stream was at "
+                "its end; so it ends here. Read all of it on every rank."
+            )
+
+    def leave(self) -> None:
+        """Tell the others, unless they know."""
+        self._left(this_rank() + 1)
+
+    def _left(self, mine: int) -> int:
+        if self.is_over or not dist.is_initialized():
+            return 0
+        said = torch.tensor(mine, dtype=torch.int32, device=self.device)
+        dist.all_reduce(said, dist.ReduceOp.MAX, self.group)
+        left = int(said.item())
+        self.is_over = left != 0
+        return left
+
+
+@torch.no_grad()
+def load_full_params(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, src: int | None = None) -> list[str]:
+    """Write full tensors into the shards of ``model``; return the names that did not come.
+
+    load_full_params(model, stream_full_params(other))
+    load_full_params(model, state_dict.items() if rank == 0 else (), src=0)
+
+    **tensors** are pairs of a name and a full tensor, one after another; of pieces along dim 0, a name has several.
+    Each rank passes all of them, and takes its own part; nothing is sent. With **src**, that rank alone passes them,
+    and sends them to the others, some rows at a time. Values are cast to the parameters' dtype. One name of tied
+    weights is enough. What does not come stays as it is. Every rank must call this between steps. If one rank raises,
+    all do.
+    """
+    require_module("load_full_params", model)
+    ranks = Ranks.of(model, "load_full_params")
+    with ranks.raise_together():
+        require_shards(model, "load weights")
+        if src is not None and src not in ranks.members:
+            raise ValueError(f"load_full_params: src={src!r} is none of the model's ranks, {ranks.members}.")
+        found = saved_tensors(model)
+        loader = Loader(found)
+    ranks.require_same(([(name, one.shape) for name, one in found.items()], src))
+    with ranks.raise_together():
+        for name, value in tensors if src is None or ranks.group is None else _from_one(tensors, src, ranks):
+            loader.write(name, value)
+    return loader.missing
+
+
+class Loader:
+    """Writes this rank's parts of full tensors, whole or piece by piece, into the tensors of a model."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._rows: dict[str, int] = {}  # that came, of tensors that come in pieces
+        self._came: set[int] = set()
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name, tensor in self._tensors.items() if id(tensor) not in self._came]
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Copy this rank's part of a full tensor, or of its next rows."""
+        if name not in self._tensors:
+            raise ValueError(f"load_full_params: the model has no {name}. Its names are those of its state dict.")
+        if isinstance(value, DTensor):
+            raise TypeError(f"load_full_params: {name} came as a DTensor. Pass a full tensor, as of full_tensor().")
+        tensor = self._tensors[name]
+        first = self._rows.get(name, 0)
+        is_piece = value.shape != tensor.shape
+        if is_piece:
+            fits = value.ndim == tensor.ndim > 0 and value.shape[1:] == tensor.shape[1:]
+            if not fits or first + value.shape[0] > tensor.shape[0]:
+                behind = f" after {first} rows" if first else ""
+                raise ValueError(
+                    f"{name} has the shape {tuple(tensor.shape)}, and what came{behind} has {tuple(value.shape)}. Pass "
+                    "full tensors, or pieces along dim 0, one after another."
+                )
+            self._rows[name] = (first + value.shape[0]) % tensor.shape[0]
+        self._came.add(id(tensor))
+        self._copy(tensor, value, range(first, first + value.shape[0]) if is_piece else None)
+
+    def _copy(self, tensor: Tensor, value: Tensor, rows: range | None) -> None:
+        local, part = tensor.detach(), tuple(slice(0, length) for length in tensor.shape)
+        if isinstance(tensor, DTensor):
+            local = dtensors.local_tensor(tensor)
+            part = part_at(tensor, coordinate_of(tensor.device_mesh, this_rank()))
+        there = inside(local)
+        if rows is not None:
+            mine = range(part[0].start, part[0].stop)
+            start, stop = max(rows.start, mine.start), min(rows.stop, mine.stop)
+            if start >= stop:
+                return
+            there = there[start - mine.start : stop - mine.start]
+            part = (slice(start - rows.start, stop - rows.start), *part[1:])
+        there.detach().copy_(value[part])
+        if local is not there and type(local) is not Tensor:
+            torch.autograd.graph.increment_version(local)  # that of the tensor inside rose
+
+
+def _from_one(tensors: Iterable[tuple[str, Tensor]], src: int, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+    """Yield on all ranks what rank ``src`` passes, in pieces if it is large."""
+    given = _cut(tensors) if this_rank() == src else iter(())
+    is_over = False
+    while not is_over:
+        held: list[tuple[str, Tensor]] = []
+        error: Exception | None = None
+        try:
+            while not is_over and sum(value.nbytes for _, value in held) < _LOADED_BYTES:
+                one = next(given, None)
+                is_over = one is None
+                held += [] if one is None else [one]
+        except Exception as raised:
+            error, is_over = raised, True
+        said: list[Any] = [([(name, value.shape, value.dtype) for name, value in held], is_over)]
+        dist.broadcast_object_list(said, src, ranks.group)
+        described, is_over = said[0]
+        if this_rank() != src:
+            held = [(name, torch.empty(shape, dtype=dtype, device=ranks.device)) for name, shape, dtype in described]
+        sent = [value.to(ranks.device).contiguous() for _, value in held]
+        flat = [one.view(-1).view(torch.uint8) for one in sent if one.numel()]
+        works: list[Any] = [dist.broadcast(one, src, ranks.group, async_op=True) for one in flat]
+        for work in works:
+            work.wait()
+        yield from zip([name for name, _ in held], sent)
+        if error is not None:
+            raise error
+
+
+def _cut(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in tensors:
+        num_pieces = min(-(-value.nbytes // _LOADED_BYTES), value.shape[0] if value.ndim else 1)
+        for piece in value.detach().chunk(num_pieces) if num_pieces > 1 else [value.detach()]:
+            yield name, piece
