@@ -284,7 +284,7 @@ def test_the_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monk
 def _run_examples() -> None:
     shard_and_compile, fsdp1 = blocks("../README.md", "python")
     of_pages = [code for page in WITH_README for code in blocks(page, "python")]
-    inspect, edit, page, why, costs, budget, again, accumulate, explain, whole_step, compare = of_pages
+    inspect, edit, page, why, costs, budget, again, accumulate, once, explain, whole_step, compare = of_pages
     batch = torch.zeros(2, 5, dtype=torch.long)
     names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
@@ -307,6 +307,8 @@ def _run_examples() -> None:
         torch.compile(planned)(batch).sum().backward()
     assert report.joint.plan.recompute == ("layers.0.up.weight",)
     exec(accumulate, names)
+    exec(once, names)
+    exec('configure(model, gather="for each micro-batch")', names | {"configure": fsdp_compile.configure})
     exec(explain, names)
     assert names["report"]
     try:
