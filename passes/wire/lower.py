@@ -277,7 +277,9 @@ def _pack_casts(tensors: Sequence[Any], dtype: torch.dtype) -> bool:
 
 
 def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if _travels_as_bytes(dtype) else dtype
+    if _travels_as_bytes(dtype):
+        return torch.uint8
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def as_sent(call: Call, tensor: Any) -> Any:
