@@ -118,7 +118,8 @@ class FSDPModule(ShardedModule, _FSDP2):
             unit.settings.reshard_after_backward = bool(reshard_after_backward)
             if not reshard_after_backward and not unit.settings.may_stay:
                 unit.settings.may_stay = True
-                refresh(unit)
+                unit.num_set_ups += 1  # for graphs; what the eager path has gathered may be in use
+                unit.watch.specs = None
             unit.watch.say_unheeded()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, recurse: bool = False) -> None:
@@ -255,9 +256,12 @@ class FSDPModule(ShardedModule, _FSDP2):
                     "the shards alone. Call set_requires_all_reduce(True) before the last backward."
                 )
         reduce_left_over(root)
+        for run in iteration.touched:  # others may be waiting for their backward
+            if run.gathered is not None and not run.unit.keeps:
+                run.gathered.free()
         for unit in root.inside():
             if not unit.keeps:
-                running(unit).free()
+                unit.keeper.free()
         iteration.touched.clear()
         handle = GradientReductionHandle(root if async_op else None)
         if async_op:
