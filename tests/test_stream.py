@@ -185,6 +185,26 @@ def test_who_leaves_early_ends_the_stream_on_all_ranks() -> None:
 
 
 @on_two_ranks
+def test_a_stream_that_a_rank_does_not_read_or_cannot_load_ends_on_all() -> None:
+    rank, (theirs, ours) = dist.get_rank(), varied()
+    stream = stream_full_params(ours)
+    if rank == 0:
+        del stream
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 left its loop"):
+            list(stream)
+    renamed = ((f"{name}_" if rank and name == "scale" else name, one) for name, one in stream_full_params(ours, max_bytes=8))
+    error, words = [(RuntimeError, "rank 1 left its loop"), (ValueError, "the model has no scale_")][rank]
+    with pytest.raises(error, match=words):
+        load_full_params(ours, renamed)
+    with pytest.raises((RuntimeError, ValueError), match=r"on the meta device, without values|rank 1 left its loop"):
+        load_full_params(ours, stream_full_params(ours, dst=0))
+    with pytest.raises(ValueError, match="every rank must read a stream"):
+        load_full_params(ours, stream_full_params(ours, dst=0), src=0)
+    assert_same(joined(stream_full_params(ours)), theirs.state_dict())
+
+
+@on_two_ranks
 def test_full_weights_stay_within_the_bytes_that_are_allowed() -> None:
     """What is alive of full tensors is counted by their storages, at each tensor that comes and each that is made."""
     theirs, ours = twins(lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))))

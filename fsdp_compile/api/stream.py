@@ -165,14 +165,17 @@ def stream_wholes(
     ranks.require_same(
         [[(one.whole.names, one.whole.dtype, one.whole.dst, one.piece, one.shape) for one in some] for some in windows]
     )
-    return _stream(windows, ranks)
+    stream = _stream(windows, ranks)
+    next(stream)  # from here on, a stream that is dropped says so, though nobody read it
+    return stream
 
 
 @torch.no_grad()
-def _stream(windows: list[list[Slab]], ranks: Ranks) -> Iterator[tuple[Slab, Tensor | None]]:
+def _stream(windows: list[list[Slab]], ranks: Ranks) -> Iterator[Any]:
     flights: list[Flight] = []
     made: Tensor | None = None
     try:
+        yield None
         for number, window in enumerate(windows):
             for launched in windows[number + len(flights) : number + 2]:
                 ranks.ask()
@@ -269,14 +272,25 @@ def load_full_params(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *,
     ranks = Ranks.of(model, "load_full_params")
     with ranks.raise_together():
         require_shards(model, "load weights")
+        if src is not None and getattr(tensors, "gi_code", None) is _by_name.__code__:
+            raise ValueError(
+                f"load_full_params: with src={src}, that rank alone reads what it passes, and every rank must read a "
+                "stream. Leave out src, and dst of the stream."
+            )
         if src is not None and src not in ranks.members:
             raise ValueError(f"load_full_params: src={src!r} is none of the model's ranks, {ranks.members}.")
         found = saved_tensors(model)
         loader = Loader(found)
     ranks.require_same(([(name, one.shape) for name, one in found.items()], src))
     with ranks.raise_together():
-        for name, value in tensors if src is None or ranks.group is None else _from_one(tensors, src, ranks):
-            loader.write(name, value)
+        try:
+            for name, value in tensors if src is None or ranks.group is None else _from_one(tensors, src, ranks):
+                loader.write(name, value)
+        except BaseException:
+            close = getattr(tensors, "close", None)
+            if close is not None:  # a stream ends on all ranks before they say what they raised
+                close()
+            raise
     return loader.missing
 
 
@@ -296,6 +310,11 @@ class Loader:
         """Copy this rank's part of a full tensor, or of its next rows."""
         if name not in self._tensors:
             raise ValueError(f"load_full_params: the model has no {name}. Its names are those of its state dict.")
+        if value.is_meta:
+            raise ValueError(
+                f"load_full_params: {name} came on the meta device, without values. Every rank needs them: leave out "
+                "dst of the stream, or pass src, the rank that has them."
+            )
         if isinstance(value, DTensor):
             raise TypeError(f"load_full_params: {name} came as a DTensor. Pass a full tensor, as of full_tensor().")
         tensor = self._tensors[name]
