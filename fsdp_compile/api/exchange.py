@@ -118,7 +118,7 @@ def whole_of(
 
 
 def gathered(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the whole of each tensor, on all ranks; the ranks call this together."""
+    """Return each tensor as a whole; every rank gets it, and all ranks call this together."""
     window = [slab for tensor in tensors for slab in whole_of(["a tensor"], tensor).slabs(sys.maxsize, in_pieces=False)]
     flight = Flight(window)
     flight.wait()

@@ -30,12 +30,7 @@ def cut_dims(tensor: DTensor) -> list[int]:
 
 def holders(tensor: DTensor, rank: int) -> list[int]:
     """Return the ranks whose parts make up the whole, of the replica that ``rank`` is in."""
-    cut = cut_dims(tensor)
-    at = coordinate_of(tensor.device_mesh, rank)
-    found: list[int] = tensor.device_mesh.mesh[
-        tuple(slice(None) if dim in cut else place for dim, place in enumerate(at))
-    ].flatten().tolist()
-    return found
+    return _ranks_beside(rank, tensor.device_mesh, cut_dims(tensor))
 
 
 def part_at(tensor: DTensor, at: Sequence[int]) -> Part:
@@ -62,6 +57,12 @@ def group_over(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
     """Return the group of the ranks that are where this one is on all other dimensions of the mesh; all call this."""
     if len(dims) == 1:
         return mesh.get_group(dims[0])
-    at = coordinate_of(mesh, dist.get_rank())
+    return process_groups.group_for("parts", sorted(_ranks_beside(dist.get_rank(), mesh, dims)))
+
+
+def _ranks_beside(rank: int, mesh: DeviceMesh, dims: Sequence[int]) -> list[int]:
+    """Return the ranks whose coordinates differ from those of ``rank`` in these dimensions of the mesh alone."""
+    at = coordinate_of(mesh, rank)
     ranks = mesh.mesh[tuple(slice(None) if dim in dims else place for dim, place in enumerate(at))]
-    return process_groups.group_for("parts", sorted(ranks.flatten().tolist()))
+    found: list[int] = ranks.flatten().tolist()
+    return found

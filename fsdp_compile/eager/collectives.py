@@ -154,7 +154,7 @@ class Caller:
 
 
 def _launched(written: Any) -> Any:
-    """Note the stream of a gather: the user may have it launched on another one than that of the forward."""
+    """Note on which stream a gather was launched: a user's prefetch and the forward may run on two streams."""
     for one in written if isinstance(written, list) else [written]:
         streams.launched(one)
     return written

@@ -169,7 +169,7 @@ class Lanes:
         return self._from_now() == other._from_now()
 
     def _from_now(self) -> tuple[object, ...]:
-        """Return what is not over yet, and how long it takes from now on."""
+        """Return the lanes and collectives that are still busy, and the seconds until each is free."""
 
         def after(end_s: float) -> float:
             return round(max(end_s - self.now_s, 0.0), 12)

@@ -82,11 +82,7 @@ def send(call: Call, shards: Sequence[Any], how: Sent) -> Any:
 
 
 def launch_beside(call: Call, shards: Sequence[Any], *sent: Any) -> Any:
-    """Execute ``gather_offloaded``, each of its ops by ``call``, on the stream of such copies.
-
-        current      | layer 1                                | wait | layer 2
-        TO_DEVICE      | copy layer 2, cast, launch its gather
-    """
+    """Execute ``gather_offloaded``, each of its ops by ``call``, on the stream TO_DEVICE (streams.py)."""
     how = Sent(*sent)
     with streams.Aside(streams.accelerator.beside(streams.TO_DEVICE, torch.device(how.device))) as work:
         launched = send(call, shards, how)
