@@ -211,7 +211,7 @@ def test_a_step_is_two_exchanges_and_each_matrix_is_computed_once() -> None:
         return [2 * whole for whole in wholes]
 
     with Wire() as wire:
-        results = Owners(params).run([param.to_local() for param in params], compute)
+        results = Owners(params).run(compute, [param.to_local() for param in params])
     assert wire.calls == {"all_to_all": 2}
     everybody: list[Any] = [None] * 2
     dist.all_gather_object(everybody, computed)

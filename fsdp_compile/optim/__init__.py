@@ -3,3 +3,4 @@
 from .muon import Muon as Muon
 from .muon import muon_groups as muon_groups
 from .owners import Owners as Owners
+from .whole import WholeTensorOptimizer as WholeTensorOptimizer

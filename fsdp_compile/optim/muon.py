@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from .owners import Owners
+from .owners import Owners, local_of
 
 _RATIOS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -32,7 +31,8 @@ class Muon(Optimizer):
     """``torch.optim.Muon`` for sharded models, with AdamW for what is no matrix.
 
     A group may say ``algorithm="muon"`` or ``"adamw"``. In other groups, matrices get Muon and the rest gets AdamW with
-    the settings ``adamw``. Muon is for hidden layers: ``muon_groups(model)`` keeps embeddings and heads apart.
+    the settings ``adamw``. Muon is for hidden layers: ``muon_groups(model)`` keeps embeddings and heads apart. A group
+    that says ``"muon"`` may have parameters of three dimensions, as the weights of experts: a matrix in each row.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        self._owners: tuple[list[Tensor], Owners] | None = None
+        self._owners: Owners | None = None  # of all matrices
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -84,26 +84,29 @@ class Muon(Optimizer):
         algorithm = param_group.get("algorithm")
         if algorithm not in (None, *_ALGORITHMS):
             raise ValueError(f"A group's algorithm is {algorithm!r}. Choose one of {_ALGORITHMS}.")
-        matrices = [one for one in named if _param(one).ndim == 2]
-        others = [one for one in named if _param(one).ndim != 2]
+        taken = {"muon": (2, 3), "adamw": (), None: (2,)}[algorithm]
+        matrices = [one for one in named if _param(one).ndim in taken]
+        others = [one for one in named if _param(one).ndim not in taken]
         if algorithm == "muon" and others:
             name = others[0][0] if isinstance(others[0], tuple) else "one"
             raise ValueError(
                 f"Muon takes matrices, and {name} of a group with algorithm='muon' has the shape "
                 f"{tuple(_param(others[0]).shape)}. Put it into a group with algorithm='adamw'."
             )
-        if algorithm == "adamw":
-            matrices, others = [], named
+        self._owners = None
         if matrices or not named:
             super().add_param_group({**param_group, "params": matrices, "algorithm": "muon"})
         if others:
             settings = {**self._adamw.defaults, **param_group}
             super().add_param_group({**settings, "params": others, "algorithm": "adamw"})
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_adamw": self._adamw}  # for a copy
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # torch.optim.Muon's have no algorithm
-            group.setdefault("algorithm", "muon" if all(one.ndim == 2 for one in group["params"]) else "adamw")
+        for group in self.param_groups:  # those of torch.optim.Muon and torch.optim.AdamW say no algorithm
+            group.setdefault("algorithm", "muon" if "ns_steps" in group else "adamw")
         self._owners = None
 
     # Dynamo would trace the AdamW that was there first, and torch's caches take shards of unequal lengths for equal.
@@ -115,14 +118,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates = [
-            (group, param)
-            for group in self.param_groups
-            for param in (group["params"] if group["algorithm"] == "muon" else ())
-            if param.grad is not None
-        ]
-        if updates:
-            self._update(*zip(*updates))
+        self._update()
         others = [group for group in self.param_groups if group["algorithm"] == "adamw"]
         if others:
             # One optimizer with one state: AdamW works on this one's.
@@ -130,11 +126,15 @@ class Muon(Optimizer):
             self._adamw.step()
         return loss
 
-    def _update(self, groups: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> None:
+    def _update(self) -> None:
+        matrices = [(one, param) for one in self.param_groups if one["algorithm"] == "muon" for param in one["params"]]
+        if self._owners is None:
+            self._owners = Owners([param for _, param in matrices], _cost)
+
         def compute(places: Sequence[int], wholes: Sequence[Tensor]) -> list[Tensor]:
             alike: dict[Any, list[int]] = {}
             for number, place in enumerate(places):
-                group = groups[place]
+                group = matrices[place][0]
                 settings = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
                 alike.setdefault((wholes[number].shape, settings), []).append(number)
             results: list[Any] = [None] * len(wholes)
@@ -144,46 +144,44 @@ class Muon(Optimizer):
                     results[number] = one
             return results
 
-        directions = [self._direction(group, param).bfloat16() for group, param in zip(groups, params)]
-        for group, param, result in zip(groups, params, self._owners_of(params).run(directions, compute)):
+        directions = [self._direction(group, param) for group, param in matrices]
+        for (group, param), result in zip(matrices, self._owners.run(compute, directions)):
+            if result is None:
+                continue
             lr = float(group["lr"])
-            rows, columns = param.shape
-            local = _local(param)
+            rows, columns = param.shape[-2:]
+            local = local_of(param)
             local.mul_(1 - lr * group["weight_decay"])
             local.add_(result, alpha=-lr * _RATIOS[group["adjust_lr_fn"] or _DEFAULT_RATIO](rows, columns))
 
-    def _direction(self, group: dict[str, Any], param: Tensor) -> Tensor:
+    def _direction(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
         """Add the gradient to the momentum; return this rank's part of the matrix that will be orthogonalized."""
         grad = param.grad
-        assert grad is not None
+        if grad is None:
+            return None
         if grad.is_complex() or grad.is_sparse:
             raise RuntimeError(f"Muon takes dense real gradients, not one of {grad.dtype}, {grad.layout}.")
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        momentum, new = _local(state["momentum_buffer"]), _local(grad)
+        momentum, new = local_of(state["momentum_buffer"]), local_of(grad)
         momentum.lerp_(new, 1 - group["momentum"])
-        return new.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-
-    def _owners_of(self, params: Sequence[Tensor]) -> Owners:
-        """Return the owners of these parameters: those of the last step if it updated the same parameters."""
-        if self._owners is None or [*map(id, self._owners[0])] != [*map(id, params)]:
-            self._owners = [*params], Owners(params, _cost)
-        return self._owners[1]
+        return (new.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).bfloat16()
 
 
 def orthogonalized(
     matrices: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
 ) -> Tensor:
-    """Return matrices ``[number, rows, columns]`` with singular values near one, by Newton-Schulz iteration."""
-    wide = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    """Return matrices ``[..., rows, columns]`` with singular values near one, by Newton-Schulz iteration."""
+    wide = matrices.flatten(0, -3)
+    wide = wide.mT if wide.shape[-2] > wide.shape[-1] else wide
     a, b, c = coefficients
     norms = torch.stack([one.norm() for one in wide])
     x = wide / norms.clamp(min=eps).view(-1, 1, 1)
     for _ in range(num_steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if wide is not matrices else x
+    return (x.mT if matrices.shape[-2] > matrices.shape[-1] else x).reshape(matrices.shape)
 
 
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -207,14 +205,10 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def _cost(size: torch.Size) -> float:
     """Return the multiplications of one iteration, all but a factor."""
-    short, long = sorted(size)
-    return float(short * short * (2 * long + short))
+    short, long = sorted(size[-2:])
+    return float(size.numel() * short * (2 + short / max(long, 1)))
 
 
 def _param(given: Any) -> Tensor:
     """Return the parameter of an entry, which is the parameter or a pair of its name and it."""
     return given[1] if isinstance(given, tuple) else given
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
