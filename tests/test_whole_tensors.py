@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -181,17 +183,20 @@ def _load(folder: str, mesh: tuple[int, ...]) -> None:
     for step in range(3):
         _give_gradients(step, reference)
         other.step()
-    whole = reference.state_dict(), get_optimizer_state_dict(reference, other)
-    runs = [_soap(True, init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "fsdp")[-len(mesh) :])) for _ in range(3)]
-    for (model, optimizer), source in zip(runs, ("folder", "whole", "plain")):
+    # torch's broadcast takes tensors for contiguous, and SOAP's eigenvectors are not (2.11 to 2.15).
+    whole = owners.each_tensor((reference.state_dict(), get_optimizer_state_dict(reference, other)), Tensor.contiguous)
+    runs = [_soap(True, init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "fsdp")[-len(mesh) :])) for _ in range(4)]
+    for (model, optimizer), source in zip(runs, ("folder", "whole", "whole on one rank", "plain")):
         of_model, of_optim = get_state_dict(model, optimizer)
         if source == "folder":
             dcp.load({"model": of_model, "optim": of_optim}, checkpoint_id=folder)
             set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optim)
             continue
-        of_model, of_optim = copy.deepcopy(whole)  # torch writes to them
-        options = StateDictOptions(full_state_dict=True)
-        set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optim, options=options)
+        is_sent = source == "whole on one rank"
+        of_model, of_optim = ({}, {}) if is_sent and dist.get_rank() else copy.deepcopy(whole)  # torch writes to them
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_sent)
+        set_model_state_dict(model, of_model, options=options)
+        set_optimizer_state_dict(model, optimizer, of_optim, options=options)
         if source == "plain":
             optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
     for step in range(3, 6):
