@@ -28,16 +28,17 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
+from ..apply.away import num_forward_results
 from ..apply.insert import insert
+from ..apply.items import Items
 from ..apply.keep import keep, let_go
-from ..apply.overlap import Items, arrange
+from ..apply.overlap import arrange
 from ..cost.events import events_of
-from ..cost.memory import GraphMemory, Weight, results_of, weigh
+from ..cost.memory import GraphMemory, Weight, weigh
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
 from ..ir.meta import tag
-from ..ir.nodes import closure
 from ..ir.plan import Plan
 from ..ir.provenance import reduce_nodes, unshard_nodes
 from ..schedule.planner import StepUses, plan_graph, uses_keeping
@@ -135,18 +136,3 @@ def _save_all(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node not in structure.fed and "recompute" not in node.meta:
             tag(node, CheckpointPolicy.MUST_SAVE)
-
-
-def num_forward_results(joint: fx.Graph) -> int:
-    """Return how many results of a joint graph are its forward's; the gradients of inputs follow, one for each."""
-    inputs = joint.find_nodes(op="placeholder")
-    tangents = [node for node in inputs if node.name.startswith("tangents")]
-    results = results_of(joint)
-    num_results = len(results) - (len(inputs) - len(tangents))
-    of_backward = closure(tangents, lambda node: node.users)
-    if num_results < 0 or any(one in of_backward for one in results[:num_results]):
-        raise RuntimeError(
-            f"the joint graph returns {len(results)} results for {len(inputs) - len(tangents)} inputs, so what it "
-            "returns of its forward is not known, and memory_budget cannot predict its peak. Leave memory_budget out."
-        )
-    return num_results

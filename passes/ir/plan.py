@@ -118,6 +118,7 @@ class Plan:
     keep: tuple[str, ...] = ()  # joint, whole: parameters that are gathered once, and saved for backward
     slices: tuple[str, ...] = ()  # joint: parameters that backward gathers from slices kept for a budget (slices.py)
     recompute: tuple[str, ...] = ()  # joint: matrices whose activations backward recomputes (activations.py)
+    offload: tuple[str, ...] = ()  # joint: matrices whose saved activations are on the host until backward (away.py)
     gathers: tuple[Bucket, ...] = ()  # in the order of launch
     reduces: tuple[Bucket, ...] = ()
     order: tuple[tuple[str, int], ...] = ()  # of all launches: "gather" or "reduce", and the bucket's index
@@ -160,14 +161,14 @@ class Plan:
 
 
 def _without_empty_choices(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in fields if (name, value) != ("choice", None)}
+    return {name: value for name, value in fields if (name, value) not in (("choice", None), ("offload", ()))}
 
 
 def _from_fields(fields: dict[str, Any]) -> Plan:
     """Rebuild a plan from the fields of ``dataclasses.asdict``, in which JSON made lists of tuples."""
     for name in ("gathers", "reduces"):
         fields[name] = tuple(Bucket(**{**bucket, "fqns": tuple(bucket["fqns"])}) for bucket in fields[name])
-    for name in ("regather", "again", "keep", "slices", "recompute"):
+    for name in ("regather", "again", "keep", "slices", "recompute", "offload"):
         fields[name] = tuple(fields.get(name, ()))
     fields["order"] = tuple((kind, bucket) for kind, bucket in fields["order"])
     for name in ("forward", "backward"):
