@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
 from ..cost.memory import ACTIVATION, OTHER, kinds_of, results_of
-from ..ir.aliases import hint, storages_of
+from ..ir.aliases import Storage, hint, storages_of
 from ..ir.meta import OFFLOADED, ROLE, Role, tag
 from ..ir.nodes import closure, emit
 from ..ir.plan import Plan
@@ -72,18 +72,24 @@ def saved_activations(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes of a tagged joint graph that forward computes, and holds for nobody but backward."""
     num_results = num_forward_results(graph)
     forward, _ = compat.cut(copy.deepcopy(graph), graph.owning_module, num_results)
-    storages, kinds = storages_of(forward), kinds_of(forward)
-    held = [storages[one] if isinstance(one, fx.Node) else () for one in results_of(forward)]
-    returned = {one for these in held[:num_results] for one in these}
+    storages, may_leave = storages_of(forward), those_that_may_leave(forward, num_results)
+    saved = [storages[one] for one in results_of(forward)[num_results:] if isinstance(one, fx.Node)]
     by_name = {node.name: node for node in graph.nodes}
-    found: dict[fx.Node, None] = {}
-    for storage in (one for these in held[num_results:] for one in these):
-        is_activation = storage.node.op == "call_function" and kinds[storage] in (ACTIVATION, OTHER)
-        if is_activation and storage not in returned and storage.num_bytes >= LEAST_BYTES:
-            node = _with_tensor(by_name[storage.node.name], storage.place)
-            if node is not None:
-                found[node] = None
-    return [*found]
+    found = [_with_tensor(by_name[one.node.name], one.place) for these in saved for one in these if one in may_leave]
+    return [*dict.fromkeys(one for one in found if one is not None)]
+
+
+def those_that_may_leave(forward: fx.Graph, num_results: int) -> set[Storage]:
+    """Return the storages that may be on the host when forward, which returns so many results, has ended."""
+    storages, kinds = storages_of(forward), kinds_of(forward)
+    results = [one for one in results_of(forward)[:num_results] if isinstance(one, fx.Node)]
+    returned = {storage for one in results for storage in storages[one]}
+    return {
+        storage
+        for storage, kind in kinds.items()
+        if kind in (ACTIVATION, OTHER) and storage.node.op == "call_function" and storage not in returned
+        if storage.num_bytes >= LEAST_BYTES
+    }
 
 
 def _with_tensor(node: fx.Node, place: int) -> fx.Node | None:

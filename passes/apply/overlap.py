@@ -25,7 +25,6 @@ order.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
@@ -36,7 +35,10 @@ from ..ir.aliases import is_free
 from ..ir.meta import LARGE_END
 from ..ir.nodes import closure, readers_of
 from ..ir.plan import Plan
+from ..schedule.windows import begins_of, fetched_at, sent_in_turn
 from .items import Items
+
+_Copies = dict[fx.Node | None, list[fx.Node]]
 
 
 def overlap(graph: fx.Graph, plan: Plan) -> int:
@@ -197,53 +199,33 @@ def _beside_the_first(items: Items, steps: Sequence[tuple[fx.Node | None, list[f
     return [item for item in beside if item not in fetched]
 
 
-def _fetched(
-    items: Items, steps: Sequence[tuple[fx.Node | None, list[fx.Node]]], lookahead: int
-) -> dict[fx.Node | None, list[fx.Node]]:
-    """Return the copies from the host to launch in front of each item, so many units ahead; None is the begin."""
+def _fetched(items: Items, steps: Sequence[tuple[fx.Node | None, list[fx.Node]]], lookahead: int) -> _Copies:
+    """Return the copies from the host to launch in front of each item; None is the begin."""
     first: dict[fx.Node, int] = {}
     for fetch in items.fetches:
         readers = readers_of(fetch, lambda one: is_free(one) and one.op != "output")
         first[fetch] = min((items.position[one] for one in readers if one in items.position), default=len(items.order))
-    begins = _begins(items, steps, first)
-    found: dict[fx.Node | None, list[fx.Node]] = {}
-    for fetch in sorted(first, key=first.__getitem__):
-        turn = bisect_right(begins, first[fetch]) - 1 - lookahead
-        found.setdefault(items.order[begins[turn]] if turn >= 0 else None, []).append(fetch)
+    found: _Copies = {}
+    for fetch, place in fetched_at(first, _begins(items, steps, first), lookahead).items():
+        found.setdefault(items.order[place] if place >= 0 else None, []).append(fetch)
     return found
 
 
-def _sent(items: Items, steps: Sequence[tuple[fx.Node | None, list[fx.Node]]]) -> dict[fx.Node, list[fx.Node]]:
-    """Return the copies to the host to launch behind each item, and the waits for those of a unit before.
-
-    Of two units, the first copy of the earlier one is waited for when that of the later one is launched, and so on.
-    """
+def _sent(items: Items, steps: Sequence[tuple[fx.Node | None, list[fx.Node]]]) -> _Copies:
+    """Return the copies to the host to launch behind each item, and the waits for earlier ones."""
     last = {copy: items.position[item] for item, copies in items.sent_behind.items() for copy in copies}
-    begins = _begins(items, steps, last)
-    found: dict[fx.Node, list[fx.Node]] = {}
-    in_flight: list[tuple[tuple[int, int], fx.Node]] = []
-    turn, number = 0, 0
-    for copy in sorted(last, key=last.__getitem__):
-        before, turn = turn, bisect_right(begins, last[copy])
-        number = number + 1 if turn == before else 0
-        emitted = found.setdefault(items.order[last[copy]], [])
-        emitted.append(copy)
-        while in_flight and in_flight[0][0] <= (turn - 1, number):
-            emitted += in_flight.pop(0)[1].users
-        in_flight.append(((turn, number), copy))
+    found: _Copies = {}
+    for copy, waited in sent_in_turn(last, _begins(items, steps, last)):
+        found.setdefault(items.order[last[copy]], []).extend([copy, *(wait for one in waited for wait in one.users)])
     return found
 
 
 def _begins(
     items: Items, steps: Sequence[tuple[fx.Node | None, list[fx.Node]]], copied_at: Mapping[fx.Node, int]
 ) -> list[int]:
-    """Return where units begin: at the first compute that reads a parameter or a copied activation of theirs."""
-    begins: dict[str, int] = {}
     gathered = [(launches[0], items.position[reader]) for reader, launches in steps if reader is not None]
-    for item, place in (*gathered, *copied_at.items()):
-        unit = items.unit_of(item)
-        begins[unit] = min(place, begins.get(unit, place))
-    return sorted(place for place in {*begins.values()} if place < len(items.order))
+    used = [(items.unit_of(item), place) for item, place in (*gathered, *copied_at.items())]
+    return begins_of(one for one in used if one[1] < len(items.order))
 
 
 class _Schedule:

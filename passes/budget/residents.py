@@ -34,6 +34,7 @@ from ..ir.plan import Plan
 from ..schedule.slices import inner_spec
 from ..wire.collectives import is_launch
 from ..wire.spec import ParamSpec
+from .sketch import Sketch
 from .trial import Half, Trial
 
 # After a change, so often do replayed steps look whether all is as it was: a look takes as long as some steps.
@@ -136,6 +137,35 @@ def activations_made_again(
         held_s = clock.between(since, until)
         found.append(Resident("", (name,), num_bytes, since, until, held_s, saved_s, ACTIVATION, own_s))
     return found
+
+
+def activations_away(
+    base: Trial, sketch: Sketch, made_again: Sequence[Resident], waited_s: float
+) -> list[Resident]:
+    """Return for each matrix the activations that could be on the host, or are computed again, as kept on the device.
+
+    Copies share one link. So of the seconds that copies are waited for, each saves a share by its bytes.
+    """
+    since = {life.storage: life.last for life in _lives(base.forward)}
+    place = {node: index for index, node in enumerate(base.backward.graph.nodes)}
+    clock, own = _Clock(base), {one.fqns[0]: one for one in made_again}
+    total = sum(map(sketch.num_bytes, sketch.leaving)) or 1
+    found: dict[str, Resident] = {}
+    for node, name in sketch.leaving.items():
+        last = min((since[one] for one in sketch.held_for(node) if one in since), default=0)
+        first = min((place[user] for user in node.users if user in place), default=place[node])
+        num_bytes, held_s = sketch.num_bytes(node), clock.between(last, first)
+        made = own.get(name)
+        one = found.get(name) or Resident(
+            "", (name,), 0, last, first, 0.0, made.saved_s if made else 0.0, ACTIVATION, made.own_s if made else 0.0
+        )
+        found[name] = dataclasses.replace(
+            one,
+            num_bytes=one.num_bytes + num_bytes,
+            held_s=max(one.held_s, held_s),
+            saved_s=one.saved_s + waited_s * num_bytes / total,
+        )
+    return [*found.values()]
 
 
 def fill(again: Trial, order: Sequence[Resident], room: int) -> list[Resident]:

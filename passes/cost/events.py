@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from ..ir.aliases import base_of, inputs_of
+from ..ir.aliases import base_of, inputs_of, tensor_bytes, tensors_of
 from ..ir.meta import ROLE
 from ..ir.provenance import has_markers
 from ..wire.collectives import is_launch, is_wait
@@ -68,7 +68,8 @@ def events_of(
             events.append(launch)
         elif is_copy(node) or _is_beside(node):
             lane = TO_DEVICE if node.target is launch_to_device else TO_HOST
-            events.append(Launch(node.name, copy_seconds(node, profile), lane, *held, needs=_needs(node)))
+            copy_s = copy_seconds(sum(map(tensor_bytes, tensors_of(node))), profile)
+            events.append(Launch(node.name, copy_s, lane, *held, needs=_needs(node)))
             beside += [node.name] if _is_beside(node) else []
         elif is_wait(node) and isinstance(source, fx.Node) and (is_launch(source) or is_copy(source)):
             events.append(Wait(source.name, *held))

@@ -97,9 +97,9 @@ def launch_seconds(node: fx.Node, group: Group, profile: HardwareProfile) -> flo
     return seconds
 
 
-def copy_seconds(node: fx.Node, profile: HardwareProfile) -> float:
+def copy_seconds(num_bytes: int, profile: HardwareProfile) -> float:
     """Return the seconds of a copy to or from the host beside compute, with nothing else on the link."""
-    return profile.kernel_s + _host_seconds(tensors_of(node), profile)
+    return profile.kernel_s + num_bytes / (profile.host_bytes_per_s * profile.memory_efficiency)
 
 
 def collective_seconds(kind: str, num_bytes: int, group: Group, profile: HardwareProfile) -> float:

@@ -49,6 +49,9 @@ class Candidate:
     exposed_s: float  # part of ``seconds``: waiting for collectives
     num_recomputed: int = 0  # parameters whose products backward recomputes
     num_sliced: int = 0  # parameters of which a slice is kept
+    num_offloaded: int = 0  # parameters whose activations are on the host until backward
+    offloaded_bytes: int = 0  # of these activations
+    copied_s: float = 0.0  # of the link, in both directions; what is not hidden is part of ``exposed_s``
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,11 @@ class Choice:
         width = max(len(one.name) for _, one in rows)
 
         def besides(one: Candidate) -> str:
-            columns = ((one.num_sliced, "sliced"), (one.num_recomputed, "computed again"))
-            shown = any(row.num_sliced for _, row in rows), any(row.num_recomputed for _, row in rows)
-            return "".join(f"{count:>5} {what}  " for (count, what), is_shown in zip(columns, shown) if is_shown)
+            columns = ("num_sliced", "sliced"), ("num_recomputed", "computed again"), ("num_offloaded", "on the host")
+            shown = [(name, what) for name, what in columns if any(getattr(row, name) for _, row in rows)]
+            said = "".join(f"{getattr(one, name):>5} {what}  " for name, what in shown)
+            copied = f"({as_size(one.offloaded_bytes)}, {one.copied_s * 1e3:.3f} ms of copies)  "
+            return said + (copied if one.num_offloaded else "")
 
         return "\n".join(
             [
