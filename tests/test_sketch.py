@@ -79,7 +79,9 @@ def test_a_sketch_has_activations_on_the_host_as_a_trial_does(lookahead: int) ->
         trial_of(two_blocks(), (), TOY, GROUPS, recompute=activations), TOY, GROUPS, saved_without(again, activations), matrices
     )
     for recomputed in subsets(EVERYTHING):
-        assert_same(*both(two_blocks, lean, TOY, GROUPS, (), recomputed, (), lookahead, EVERYTHING[2:]))
+        found, tried = both(two_blocks, lean, TOY, GROUPS, (), recomputed, (), lookahead, EVERYTHING[2:])
+        assert (found.peak_bytes, found.offloaded_bytes) == (tried.peak_bytes, tried.offloaded_bytes)
+        assert found.seconds == pytest.approx(tried.seconds, rel=0.03)
 
 
 def test_a_sketch_keeps_slices_as_a_trial_does() -> None:

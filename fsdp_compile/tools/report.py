@@ -157,4 +157,6 @@ def what_becomes(plan: Plan, again: str) -> str:
         said += f", slices of {len(plan.slices)}"
     if plan.recompute:
         said += f", activations of {len(plan.recompute)} computed again"
+    if plan.offload:
+        said += f", activations of {len(plan.offload)} on the host"
     return said

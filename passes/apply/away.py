@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
 from ..cost.memory import ACTIVATION, OTHER, kinds_of, results_of
-from ..ir.aliases import Storage, hint, storages_of
+from ..ir.aliases import Storage, hint, is_view, storages_of
 from ..ir.meta import OFFLOADED, ROLE, Role, tag
 from ..ir.nodes import closure, emit
 from ..ir.plan import Plan
@@ -45,6 +45,8 @@ def may_be_away(graph: fx.Graph, plan: Plan) -> dict[fx.Node, Marker]:
 
 def send_away(graph: fx.Graph, matrices: Mapping[fx.Node, Marker]) -> int:
     """Have those of these nodes that forward saves be saved on the host; return how many forward copies."""
+    tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+    of_backward = closure(tangents, lambda node: node.users)
     sent = 0
     for node in saved_activations(graph) if matrices else ():
         if node not in matrices:
@@ -61,8 +63,9 @@ def send_away(graph: fx.Graph, matrices: Mapping[fx.Node, Marker]) -> int:
             one.meta |= {key: node.meta[key] for key in ("nn_module_stack", "seq_nr") if key in node.meta}
             one.meta[OFFLOADED] = matrix.fqn, matrix.unit
         tag(on_host, CheckpointPolicy.MUST_SAVE)
-        tag(back, CheckpointPolicy.MUST_RECOMPUTE)
         node.replace_all_uses_with(back)
+        for one in closure([back], lambda node: filter(is_view, node.users)) - of_backward:  # else a view may be saved
+            tag(one, CheckpointPolicy.MUST_RECOMPUTE)
         on_host.replace_input_with(back, node)
         sent += 1
     return sent

@@ -162,7 +162,8 @@ def choose(
         # What takes long to compute for its bytes is copied, as far as that is faster.
         dear = [one.fqns[0] for one in sorted(own, key=lambda one: one.num_bytes / max(one.own_s, 1e-12))]
         lists = [base.recomputed - {*dear[: len(dear) * quarters // 4]} for quarters in range(5)]
-        lean = [(try_one(AWAY, (), recompute, offload=away), recompute) for recompute in lists]
+        names = [f"{AWAY}, or computed again ({len(recompute)})" for recompute in lists]
+        lean = [(try_one(name, (), recompute, offload=away), recompute) for name, recompute in zip(names, lists)]
         best, recompute = min(lean, key=lambda one: (max(one[0].peak_bytes, budget), one[0].seconds))
         waited_s = max(best.seconds - try_one(AGAIN, (), recompute).seconds, 0.0)
         residents = [*residents_of(base), *activations_away(base, sketch, own, waited_s)]
@@ -213,11 +214,11 @@ def choose(
             name = f"{best.name}, gathered {lookahead} units ahead"
             try_one(name, its.kept, its.recomputed, its.sliced, lookahead, its.offloaded)
         best = min(tried.values(), key=rank)
-    seen: set[Tried] = set()
-    while best.figures.offloaded and best not in seen:  # copies change what Inductor fuses, which a cut tells
+    cut: set[str] = set()
+    while best.figures.offloaded and best.name not in cut:  # what the partitioner makes of copies, a cut tells exactly
         its = best.figures
         try_one(best.name, its.kept, its.recomputed, its.sliced, its.lookahead, its.offloaded, sketched=False)
-        seen |= {one for one in tried.values() if one.figures.lookahead == its.lookahead and one.name == best.name}
+        cut.add(best.name)
         best = min(tried.values(), key=rank)
     return best, sorted((one for one in tried.values() if one is not best), key=lambda one: one.figures.seconds)
 

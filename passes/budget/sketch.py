@@ -166,7 +166,7 @@ class Sketch:
             before.total_s + then.total_s,
             before.exposed_s + then.exposed_s,
             frozenset(offloaded),
-            sum(self.num_bytes(node) for node in away),
+            sum(one.num_bytes for one in sent.bound),
             sum(one.launch.seconds for one in copies if one.launch.group in (TO_HOST, TO_DEVICE)),
         )
 
@@ -183,13 +183,19 @@ class Sketch:
         self, order: Sequence[fx.Node], away: Sequence[fx.Node], given: Collection[fx.Node], lookahead: int
     ) -> Copies[fx.Node]:
         position = {node: place for place, node in enumerate(order)}
-        leaving = []
+        first: dict[tuple[Storage, ...], int] = {}
         for node in away:
             readers = readers_of(node, lambda one: is_free(one) and one.op != "output")
             place = min((position[one] for one in readers if one in position), default=len(order) - 1)
-            leaving.append(Leaving(node, self._unit_of.get(self.leaving[node], ""), self.num_bytes(node), place))
+            first[self._held_for[node]] = min(place, first.get(self._held_for[node], place))
+        own = {self._held_for[node]: node for node in reversed(away)}  # of several views, the first
+        leaving = [
+            Leaving(node, self._unit_of.get(self.leaving[node], ""), self.num_bytes(node), first[held])
+            for held, node in own.items()
+        ]
         fulls = {fqn: full for fqn, full in self._fulls.items() if full not in given}
-        return to_device(leaving, self._uses_of(fulls, position), lookahead, self._profile)
+        copies = to_device(leaving, self._uses_of(fulls, position), lookahead, self._profile)
+        return Copies(copies.events, {node: copies.bound[own[self._held_for[node]]] for node in away})
 
     def _uses_of(self, fulls: Mapping[str, fx.Node], position: Mapping[fx.Node, int]) -> list[tuple[str, int]]:
         """Return the units of gathered parameters, with the places where they are used."""
@@ -306,7 +312,10 @@ class Sketch:
             for life in lives_of(nodes, self._apart, itertools.chain(*given.values()), inside)
             if (life.storage.node.op == "call_function" and life.storage not in callers) or life.storage in self._own
         ]
-        since = {one: len(inputs) + at for node, at in fetched.items() for one in self._apart.storages[node]}
+        since: dict[Storage, int] = {}
+        for node, place in fetched.items():
+            for one in self._apart.storages[node]:
+                since[one] = min(len(inputs) + place, since.get(one, len(nodes)))
         own = [dataclasses.replace(one, first=since.get(one.storage, one.first)) for one in own]
         alive = bytes_alive(own, len(nodes))
         waits = {

@@ -72,6 +72,8 @@ def matrices_of(graph: fx.Graph) -> dict[fx.Node, Marker]:
             found[node] = products[goes_into[node]]
         elif node in structure.computed and (before := [found[one] for one in node.all_input_nodes if one in found]):
             found[node] = before[-1]
+        elif node.target is operator.getitem and node.args[0] in found:  # a result that only backward reads
+            found[node] = found[node.args[0]]
     return found
 
 
