@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,12 +14,16 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
-from fsdp_compile import configure
+from fsdp_compile import configure, inspect
 from fsdp_compile._torch_compat.process_groups import pretended_world
 from fsdp_compile.passes import Plan
+from fsdp_compile.passes.budget.residency import MAY, choose, told_to_keep
+from fsdp_compile.passes.budget.trial import Figures, trial_of
 from fsdp_compile.passes.cost.memory import saved_by, taken_as
 from fsdp_compile.passes.cost.roofline import is_product
 from fsdp_compile.passes.ir.meta import OFFLOADED, ROLE
+from fsdp_compile.passes.ir.provenance import settle_names
+from fsdp_compile.passes.wire import streams
 from fsdp_compile.passes.wire.collectives import is_launch, is_wait
 from fsdp_compile.passes.wire.copies import is_copy
 from fsdp_compile.passes.wire.ledger import begin
@@ -26,7 +32,9 @@ from tests.models import EvenBlock, Stack, shard
 from tests.ordering import History, watched
 from tests.ranks import Ranks
 from tests.recording import planned, recorded
-from tests.test_recompute import Noisy
+from tests.test_budget import GROUPS, _peak_above
+from tests.test_cost import TOY
+from tests.test_recompute import Noisy, two_blocks
 
 # Each activation of a model 32 wide has 128 KiB.
 TOKENS = torch.arange(1024).view(8, 128) % 31
@@ -258,3 +266,122 @@ def test_a_name_that_is_no_matrix_is_refused() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"activations of layers.0.up.wait on the host.*Take it out of `offload`; here"):
         planned(model)
+
+
+# --- within a budget -------------------------------------------------------------------------------------------------
+
+
+def _joint() -> fx.Graph:
+    """Of a model with four blocks, as a search gets it."""
+    with recorded() as records:
+        planned(shard(Stack(4, dim=32, block=EvenBlock)), TOKENS, "passes")
+    joint: fx.Graph = records[0].snapshots[3]
+    settle_names(joint)
+    return joint
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_budget_below_what_computing_again_can_do_is_met_by_the_host() -> None:
+    joint = _joint()
+    least, lower = (choose(joint, lambda trial: 1, TOY, may=may)[0].figures for may in (MAY[:2], MAY))
+    assert lower.peak_bytes < least.peak_bytes
+    best, lost = choose(joint, lambda trial: least.peak_bytes - 1, TOY, may=MAY)
+    found = best.figures
+    assert lower.peak_bytes <= found.peak_bytes < least.peak_bytes and found.offloaded
+    assert found.offloaded_bytes > 0 and found.copied_s > 0
+    # The least bytes cost no less time than these, and the best is what a cut of its own says.
+    assert all(one.figures.seconds >= found.seconds for one in lost if one.figures.peak_bytes < least.peak_bytes)
+    trial = trial_of(joint, found.kept, TOY, None, False, found.recomputed, (), found.lookahead, found.offloaded)
+    assert Figures.of(trial) == found
+
+
+def test_without_the_word_nothing_changes_and_with_room_nothing_leaves() -> None:
+    for budget in (1, 1 << 20, 1 << 30):
+        (ours, lost), (same, others) = (
+            choose(two_blocks(), lambda trial, budget=budget: budget, TOY, GROUPS, *may) for may in ((), (MAY[:2],))
+        )
+        assert (ours, lost) == (same, others)
+    best, _ = choose(two_blocks(), lambda trial: 1 << 30, TOY, GROUPS, MAY)
+    assert not best.figures.offloaded
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_what_may_not_be_chosen_is_as_it_was_told() -> None:
+    """Activations only: the units' own settings say which parameters are kept."""
+    joint = _joint()
+    told = told_to_keep(joint)
+    best, lost = choose(joint, lambda trial: 1, TOY, may=("offload",))
+    assert {one.figures.kept for one in (best, *lost)} == {told}
+    assert best.figures.offloaded and not any(one.figures.recomputed for one in (best, *lost))
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_choice_is_printed_and_travels() -> None:
+    model = _stack()
+    with pytest.warns(UserWarning, match="memory_budget is 1 bytes"):
+        configure(model, memory_budget=1, may=MAY)
+        with inspect(model) as report:
+            torch.compile(model, backend="passes", fullgraph=True)(TOKENS).sum().backward()
+    plan = report.joint.plan
+    assert plan.choice is not None and plan.offload
+    assert plan.choice.chosen.num_offloaded == len(plan.offload) > 0
+    assert Plan.from_json(plan.to_json()).offload == plan.offload
+    printed = str(report)
+    assert f"activations of {len(plan.offload)} on the host" in printed and " ms of copies)" in printed
+    assert re.search(r"\d+ activations, [\d.]+ KiB, copied to the host in [\d.]+ ms, [\d.]+ of them waited for", printed)
+    assert re.search(r"\d+ activations, [\d.]+ KiB, copied from the host in", printed)
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+@pytest.mark.parametrize("may", ["offload", ("offload", "gathers"), ()])
+def test_words_that_nobody_knows_are_refused(may: Any) -> None:
+    model = _stack()
+    with pytest.raises(ValueError, match=r"may=.* is not a tuple of some of 'gather', 'recompute', 'offload'"):
+        configure(model, memory_budget="1GiB", may=may)
+    with pytest.raises(ValueError, match=r"may is what a memory_budget may choose"):
+        configure(model, may=("gather",))
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+class _HostApart(streams.Accelerator):
+    """The host's memory is none that torch's allocator gives out, so a profile shows the device's alone."""
+
+    def on_host(self, like: Tensor, pinned: bool) -> Tensor:
+        memory = torch.frombuffer(bytearray(like.untyped_storage().nbytes()), dtype=like.dtype)
+        return memory.as_strided(like.size(), like.stride())
+
+
+def _measured(may: tuple[str, ...]) -> tuple[int, int, int, int]:
+    """Of the least budget: the bytes predicted and measured, those on the host, and how many matrices' those are."""
+    batch = torch.arange(2048).view(8, 256) % 31
+    model = shard(Stack(4, dim=128, block=EvenBlock))
+    configure(model, memory_budget=1, may=may)
+    # Else Inductor keeps memory that it may use later, of which no prediction knows.
+    no_reuse = torch._inductor.config.patch(allow_buffer_reuse=False)
+    with patch.object(streams, "accelerator", _HostApart()), no_reuse:
+        with inspect(model) as report:
+            run = torch.compile(model, fullgraph=True)
+            run(batch).sum().backward()
+        held = sum(one.to_local().nbytes for one in model.parameters()) + batch.nbytes  # type: ignore[attr-defined]
+
+        def step() -> None:
+            model.zero_grad()
+            run(batch).sum().backward()
+
+        step()
+        model.zero_grad()
+        measured = held + _peak_above(step)
+    choice = report.joint.plan.choice
+    assert choice is not None
+    its = choice.chosen
+    return its.peak_bytes, measured, its.offloaded_bytes, its.num_offloaded
+
+
+@pytest.mark.more
+@pytest.mark.filterwarnings("ignore:memory_budget is 1 byte")
+def test_the_device_holds_what_was_predicted(two_ranks: Ranks) -> None:
+    for predicted, measured, away, count in two_ranks.run(_measured, ("gather", "offload")):
+        assert count > 0 and away > 0
+        assert measured == pytest.approx(predicted, rel=0.05)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -97,7 +98,7 @@ def choose(
     ``joint`` has gone through the passes before ``chosen_slices``, and is not changed. The budget may depend on the
     bytes that are there before the step begins, which the first trial tells. ``may`` has some of MAY.
     """
-    tried: dict[tuple[object, ...], Tried] = {}
+    tried: dict[tuple[Any, ...], Tried] = {}
 
     def try_base(name: str, recompute: Collection[str] = ()) -> Trial:
         trial = trial_of(joint, (), profile, groups, recompute=recompute)
@@ -112,17 +113,16 @@ def choose(
         sliced: Collection[str] = (),
         lookahead: int = 1,
         offload: Collection[str] = (),
-        sketched: bool = True,
     ) -> Figures:
         kept = kept if GATHER in may else told
         key = frozenset(kept), frozenset(recompute), frozenset(sliced), lookahead, frozenset(offload)
-        if key not in tried or not sketched:
-            which = kept, recompute, sliced, lookahead, offload
-            figures = sketches[bool(recompute)].figures(*which) if sketched else None
-            if figures is None:  # a bucket that is kept in part
-                figures = Figures.of(trial_of(joint, kept, profile, groups, False, *which[1:]))
-            tried[key] = Tried(name, figures)
+        if key not in tried:
+            figures = sketches[bool(recompute)].figures(*key)
+            tried[key] = Tried(name, figures or cut(*key))  # a bucket that is kept in part is in no sketch
         return tried[key].figures
+
+    def cut(kept: frozenset[str], *more: Any) -> Figures:
+        return Figures.of(trial_of(joint, kept, profile, groups, False, *more))
 
     def try_listed(name: str, base: Trial, kept: Sequence[Resident]) -> Figures:
         recompute = base.recomputed - _fqns(kept, ACTIVATION)  # what is still recomputed beside these
@@ -214,11 +214,11 @@ def choose(
             name = f"{best.name}, gathered {lookahead} units ahead"
             try_one(name, its.kept, its.recomputed, its.sliced, lookahead, its.offloaded)
         best = min(tried.values(), key=rank)
-    cut: set[str] = set()
-    while best.figures.offloaded and best.name not in cut:  # what the partitioner makes of copies, a cut tells exactly
-        its = best.figures
-        try_one(best.name, its.kept, its.recomputed, its.sliced, its.lookahead, its.offloaded, sketched=False)
-        cut.add(best.name)
+    exact = set()
+    while best.figures.offloaded and best not in exact:  # what the partitioner makes of copies, a cut tells exactly
+        key = next(key for key, one in tried.items() if one is best)
+        tried[key] = Tried(best.name, cut(*key))
+        exact.add(tried[key])
         best = min(tried.values(), key=rank)
     return best, sorted((one for one in tried.values() if one is not best), key=lambda one: one.figures.seconds)
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..apply.away import those_that_may_leave
 from ..apply.overlap import planned_order
+from ..cost.clock import bare
 from ..cost.copied import Copies, Leaving, to_device, to_host
 from ..cost.fusion import computes_inputs, is_pointwise
 from ..cost.memory import bytes_alive, lives_of, results_of, storages_given, taken_as
@@ -165,7 +166,7 @@ class Sketch:
             peak_bytes,
             before.total_s + then.total_s,
             before.exposed_s + then.exposed_s,
-            frozenset(offloaded),
+            frozenset(self.leaving[node] for node in away),
             sum(one.num_bytes for one in sent.bound),
             sum(one.launch.seconds for one in copies if one.launch.group in (TO_HOST, TO_DEVICE)),
         )
@@ -391,6 +392,5 @@ def _bare_events(half: Half) -> dict[fx.Node, Event]:
     found: dict[fx.Node, Event] = {}
     for node, event in zip(calls, half.events):
         if not isinstance(event, Compute) or event.seconds > 0:
-            bare = dataclasses.replace(event, allocs=(), frees=())
-            found[node] = dataclasses.replace(bare, needs=()) if isinstance(bare, Launch) else bare
+            found[node] = bare(event)
     return found

@@ -39,13 +39,13 @@ from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
 from ..ir.aliases import tensor_bytes, tensors_of
-from ..ir.meta import tag
+from ..ir.meta import OFFLOADED, tag
 from ..ir.plan import Plan
 from ..ir.provenance import reduce_nodes, unshard_nodes
 from ..schedule.planner import StepUses, plan_graph, uses_keeping
 from ..schedule.slices import chosen_slices, use_first_gather
 from ..schedule.structure import structure_of
-from ..wire.copies import launch_to_host
+from ..wire.copies import is_copy, launch_to_host
 from ..wire.streams import TO_DEVICE, TO_HOST
 
 
@@ -158,7 +158,8 @@ def trial_of(
         events = events_of(half, profile, groups, given_up, GraphMemory.of(half) if like_fsdp2 else memory)
         halves.append(Half(half, its_plan, items, memory, tuple(events), simulate(events)))
     first, then = halves
-    names = frozenset(kept), frozenset(recompute), frozenset(sliced), frozenset(offload)
+    away = frozenset(node.meta[OFFLOADED][0] for node in first.graph.nodes if is_copy(node))
+    names = frozenset(kept), frozenset(recompute), frozenset(sliced), away
     return Trial(*names, uses, plan, first, then, weight, num_results)
 
 
