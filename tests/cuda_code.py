@@ -33,6 +33,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fsdp_compile.api.classes import refresh
 from fsdp_compile.core.unit import Unit, units_in
 from fsdp_compile.passes.ir.aliases import base_of
+from fsdp_compile.passes.wire.copies import to_device
 
 GPU = torch.device("cuda", 0)
 H100 = SimpleNamespace(
@@ -109,14 +110,15 @@ def _not_run(*inputs: Any) -> Any:
 def _on_gpu(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """Have the graph compute on the GPU, and return its inputs there: fake tensors, as all of the graph's values.
 
-    Our markers name the device of an offloaded shard by a string; such a shard stays on the CPU.
+    Our markers name the device of an offloaded shard by a string; such a shard stays on the CPU, as does an activation
+    that is copied from there.
     """
     on_cpu = set()
     for node in module.graph.nodes:
         device = node.kwargs.get("device")
         if node.op == "call_function" and device:
             node.kwargs = {**node.kwargs, "device": str(GPU) if isinstance(device, str) else GPU}
-            if isinstance(device, str) and "unshard" in node.name:
+            if isinstance(device, str) and ("unshard" in node.name or node.target is to_device):
                 on_cpu.add(base_of(node.args[0]))
     module.recompile()
     stays = [node in on_cpu for node in module.graph.find_nodes(op="placeholder")]

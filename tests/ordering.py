@@ -31,13 +31,19 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compile._torch_compat import dtensors
 from fsdp_compile.api.classes import refresh
 from fsdp_compile.core.unit import Unit, units_in
-from fsdp_compile.passes.wire import streams
-from fsdp_compile.passes.wire.collectives import KIND_OF, all_gather_members_out, c10d
+from fsdp_compile.passes.wire import copies, streams
+from fsdp_compile.passes.wire.collectives import KIND_OF, all_gather_members_out, c10d, wait, wait_tensor
 from fsdp_compile.passes.wire.copies import to_device
 
 Clock = dict[str, int]
 
 _LAUNCHES = {*KIND_OF, all_gather_members_out, c10d.all_gather_into_tensor_out.default}
+# Ops of graphs that use streams themselves: what their kernels do is looked at.
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    copies.launch_to_host: copies._launch_to_host_kernel,
+    copies.launch_to_device: copies._launch_to_device_kernel,
+    wait_tensor: wait,
+}
 _MAKES_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 CPU = "the CPU"
 
@@ -144,6 +150,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # what it does to its local tensor comes here
+        if func in _KERNELS:
+            with self:
+                return _KERNELS[func](*args, **(kwargs or {}))
         history = self.history
         given = {_key(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         for one in given.values():

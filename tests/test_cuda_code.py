@@ -11,9 +11,12 @@ import torch._inductor
 
 from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_compile._torch_compat.process_groups import pretended_world
+from fsdp_compile.passes.wire.copies import is_copy
 from tests.cuda_code import assembled, code_of
 from tests.models import Stack, shard
 from tests.recording import recorded
+from tests.test_activations_away import TOKENS as LONG
+from tests.test_activations_away import offload
 from tests.test_order import MODELS, TOKENS, order_of, planned_order
 
 OFTEN = ("blocks",)
@@ -84,3 +87,25 @@ def test_a_cuda_graph_has_no_op_that_must_run_on_the_cpu_in_each_step() -> None:
         captured, called = code.split("class Runner")
         assert "def partition_0(" in captured and f"fsdpc.{op}.default(" in called
         assert not re.search(r"fsdpc\.(begin|resume)\.default\(", captured.split("def partition_0(")[1])
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("four_gpus")
+def test_activations_are_copied_beside_compute_and_nothing_is_written_over_them() -> None:
+    model = shard(Stack(3, dim=64))
+    offload(model)
+    with recorded() as records:
+        codes = code_of(model, LONG, fullgraph=True)
+    graphs = [one.graph for one in records if one.stage in ("forward", "backward")]
+    code = [*codes.forwards, *codes.backwards]
+    assert [order_of(one) for one in code] == [planned_order(one) for one in graphs]
+    for one, graph, op in zip(code, graphs, ("launch_to_host", "launch_to_device")):
+        launched = re.findall(rf"(\w+) = torch\.ops\.fsdpc\.{op}\.default\((\w+)", one)
+        assert len(launched) == sum(is_copy(node) for node in graph.nodes) >= 5
+        for made, read in launched:
+            between = one[one.index(f"{made} = torch") : one.index(f"wait_tensor.default({made})")].split("\n", 1)[1]
+            assert not re.search(rf"del {read}\b|\b{read}\b.*# reuse", between)
+            used = [line for line in between.splitlines() if re.search(rf"\b{made}\b", line) and "assert_" not in line]
+            assert used == []
+        assert f"fsdpc.to_{'host' if op == 'launch_to_host' else 'device'}" not in one
+    assert _copies("".join(code)) == []

@@ -284,7 +284,7 @@ def test_the_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monk
 def _run_examples() -> None:
     shard_and_compile, fsdp1 = blocks("../README.md", "python")
     of_pages = [code for page in WITH_README for code in blocks(page, "python")]
-    inspect, edit, page, why, costs, budget, again, accumulate, once, explain, whole_step, compare = of_pages
+    inspect, edit, page, why, costs, budget, again, away, accumulate, once, explain, whole_step, compare = of_pages
     batch = torch.zeros(2, 5, dtype=torch.long)
     names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
@@ -298,9 +298,10 @@ def _run_examples() -> None:
     shown = re.findall(r"^```text\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)[0]
     printed = _printed(why, names)
     assert pattern(shown).search(plain(printed)), printed
-    budgeted = fully_shard(Stack(1))
-    exec(budget, names | {"model": budgeted})
-    torch.compile(budgeted, backend="passes")(batch).sum().backward()
+    for code in (budget, away):
+        budgeted = fully_shard(Stack(1))
+        exec(code, names | {"model": budgeted})
+        torch.compile(budgeted, backend="passes")(batch).sum().backward()
     planned = shard(Stack(1))
     exec(again, {"fsdp_compile": fsdp_compile, "model": planned, "report": names["report"]})
     with fsdp_compile.inspect(planned) as report:

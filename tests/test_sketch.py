@@ -9,11 +9,11 @@ import pytest
 from torch import fx
 
 from fsdp_compile.passes import Group
-from fsdp_compile.passes.budget.sketch import Figures, Sketch, saved_without
-from fsdp_compile.passes.budget.trial import trial_of
+from fsdp_compile.passes.budget.sketch import Sketch, saved_without
+from fsdp_compile.passes.budget.trial import Figures, trial_of
 from fsdp_compile.passes.cost.profiles import HardwareProfile
 from fsdp_compile.passes.cost.replay import Compute, Event, Lanes, Launch, Wait, simulate
-from fsdp_compile.passes.schedule.activations import activations_of
+from fsdp_compile.passes.schedule.activations import activations_of, matrices_of
 from tests.test_budget import GROUPS, WEIGHTS, five_products
 from tests.test_chosen_slices import GROUPS as OF_NODES
 from tests.test_chosen_slices import NODES, READ, products
@@ -36,12 +36,11 @@ def both(
     recomputed: Collection[str] = (),
     sliced: Collection[str] = (),
     lookahead: int = 1,
+    offloaded: Collection[str] = (),
 ) -> tuple[Figures, Figures]:
-    found = sketch.figures(kept, recomputed, sliced, lookahead)
+    found = sketch.figures(kept, recomputed, sliced, lookahead, offloaded)
     assert found is not None
-    trial = trial_of(
-        make(), kept, profile, groups, recompute=recomputed, sliced=sliced, lookahead=lookahead
-    )
+    trial = trial_of(make(), kept, profile, groups, False, recomputed, sliced, lookahead, offloaded)
     return found, Figures.of(trial)
 
 
@@ -49,6 +48,8 @@ def assert_same(found: Figures, tried: Figures, rel: float = 1e-9) -> None:
     assert found.peak_bytes == tried.peak_bytes
     assert (found.seconds, found.exposed_s) == pytest.approx((tried.seconds, tried.exposed_s), rel=rel)
     assert (found.kept, found.recomputed, found.sliced) == (tried.kept, tried.recomputed, tried.sliced)
+    assert (found.offloaded, found.offloaded_bytes) == (tried.offloaded, tried.offloaded_bytes)
+    assert found.copied_s == pytest.approx(tried.copied_s)
 
 
 @pytest.mark.parametrize("lookahead", [1, 2])
@@ -64,6 +65,23 @@ def test_a_sketch_saves_activations_as_a_trial_does() -> None:
     sketch = Sketch(lean, TOY, GROUPS, saved_without(again, activations))
     for recomputed in subsets(EVERYTHING):
         assert_same(*both(two_blocks, sketch, TOY, GROUPS, recomputed=recomputed))
+
+
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_a_sketch_has_activations_on_the_host_as_a_trial_does(lookahead: int) -> None:
+    again, activations = trial_of(two_blocks(), (), TOY, GROUPS), activations_of(two_blocks())
+    matrices = {node.name: one.fqn for node, one in matrices_of(two_blocks()).items()}
+    sketch = Sketch(again, TOY, GROUPS, matrices=matrices)
+    assert {*sketch.leaving.values()} == {"0.down.weight", "1.down.weight", "1.up.weight"}
+    for offloaded in subsets(sorted({*sketch.leaving.values()})):
+        assert_same(*both(two_blocks, sketch, TOY, GROUPS, lookahead=lookahead, offloaded=offloaded))
+    lean = Sketch(
+        trial_of(two_blocks(), (), TOY, GROUPS, recompute=activations), TOY, GROUPS, saved_without(again, activations), matrices
+    )
+    for recomputed in subsets(EVERYTHING):
+        found, tried = both(two_blocks, lean, TOY, GROUPS, (), recomputed, (), lookahead, EVERYTHING[2:])
+        assert (found.peak_bytes, found.offloaded_bytes) == (tried.peak_bytes, tried.offloaded_bytes)
+        assert found.seconds == pytest.approx(tried.seconds, rel=0.03)
 
 
 def test_a_sketch_keeps_slices_as_a_trial_does() -> None:

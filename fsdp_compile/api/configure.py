@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..graph.install import manager
 from ..lookout.lookout import lookout
 from ..passes import Budget, HardwareProfile, Plan, load_profile
 from ..passes.budget.budget import default_profile
+from ..passes.budget.residency import MAY
 from ..passes.ir.module_paths import plain_name
 from .classes import refresh
 
@@ -31,6 +32,7 @@ def configure(
     gather: str | None = None,
     plan: Plan | None = _AS_IT_IS,
     memory_budget: int | float | str | None = _AS_IT_IS,
+    may: Collection[str] | None = None,
     profile: HardwareProfile | str | Path | None = None,
     watch_s: float | None = None,
 ) -> None:
@@ -66,6 +68,10 @@ def configure(
     plan, until ``memory_budget=None`` takes it back. Then ``reshard_after_forward`` decides again what is kept, in a
     graph that is compiled anew or that was compiled before the budget. The eager path does not use the budget.
 
+    **may** says what the budget may choose, by default ``("gather", "recompute")``: which parameters stay gathered
+    (else ``reshard_after_forward`` says it), and which activations are computed again. With ``"offload"`` as well,
+    activations may be in the memory of the host between forward and backward.
+
     **profile** is the hardware for which to predict: a name or a file for ``passes.load_profile``, or a profile; by
     default the built-in one of the device. It also says how many ranks a node has.
 
@@ -87,7 +93,9 @@ def configure(
         raise ValueError("A plan says what is kept for backward, and memory_budget has that chosen. Give one of them.")
     if profile is not None and memory_budget is None:
         raise ValueError("profile is what memory_budget is predicted by. Give memory_budget as well.")
-    budget = None if memory_budget is None else _budget(memory_budget, profile, units)
+    if may is not None and memory_budget is None:
+        raise ValueError("may is what a memory_budget may choose. Give memory_budget as well.")
+    budget = None if memory_budget is None else _budget(memory_budget, may, profile, units)
     few = None
     if plan is not None:
         few = _ranks_that_a_plan_asks_for(plan, model, units)
@@ -182,7 +190,12 @@ def _let_slices_be_kept(units: Sequence[Unit], few: Callable[[ShardMesh], int], 
         unit.may_slice = None if unit.post_forward is not None else few_of_them
 
 
-def _budget(said: int | float | str, profile: HardwareProfile | str | Path | None, units: Sequence[Unit]) -> Budget:
+def _budget(
+    said: int | float | str,
+    may: Collection[str] | None,
+    profile: HardwareProfile | str | Path | None,
+    units: Sequence[Unit],
+) -> Budget:
     if isinstance(profile, (str, Path)):
         profile = load_profile(profile)
     if profile is not None and not isinstance(profile, HardwareProfile):
@@ -191,6 +204,12 @@ def _budget(said: int | float | str, profile: HardwareProfile | str | Path | Non
             "`fsdp-compile calibrate --out` writes one."
         )
     budget = Budget.of(said)
+    if may is not None:
+        known = ", ".join(map(repr, MAY))
+        unknown = [may] if isinstance(may, str) else [one for one in may if one not in MAY]
+        if unknown or not may:
+            raise ValueError(f"may={may!r} is not a tuple of some of {known}. What is left out stays as it is.")
+        budget = dataclasses.replace(budget, may=tuple(one for one in MAY if one in may))
     device = units[0].mesh.device.type
     if budget.share is not None and device != "cuda":
         raise ValueError(

@@ -45,7 +45,7 @@ def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
     copied: Counter[tuple[str, int]] = Counter()
     for node in graph.nodes:
         role = node.meta.get(ROLE)
-        if node.target in (to_device, to_host, gather_offloaded):
+        if role is not None and node.target in (to_device, to_host, gather_offloaded):
             for source in node.all_input_nodes:
                 to_or_from_host[role.kind, role.bucket] += num_bytes_of(source.meta["val"])
         elif role is not None and _only_moves(node):

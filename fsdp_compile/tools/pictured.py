@@ -15,6 +15,7 @@ from ..passes.cost.memory import GraphMemory, saved_by, taken_as, weigh
 from ..passes.cost.owners import RETURNED, Owned, Owners, module_of, owners_of, saved_kinds
 from ..passes.cost.predicted import PredictedCollective, PredictedGraph
 from ..passes.ir.meta import ROLE
+from ..passes.wire.streams import TO_DEVICE, TO_HOST
 from .graph_code import node_lines
 from .predicted import Step
 from .tables import format_dtype, format_unit
@@ -105,14 +106,18 @@ def _bucket_bytes(one: PredictedCollective) -> int:
 
 
 def _others(predicted: PredictedGraph, start_s: float) -> tuple[Compute, ...]:
-    """Return the model's own collectives."""
+    """Return the model's own collectives, and copies to and from the host."""
     ours = {one.launch for one in predicted.collectives}
     spans = [(group, span) for group, spans in predicted.timeline.groups.items() for span in spans]
     return tuple(
-        Compute(span.name, "collective of the model", "", start_s + span.start_s, start_s + span.end_s, group)
+        Compute(span.name, _what(group), "", start_s + span.start_s, start_s + span.end_s, group)
         for group, span in spans
         if span.name not in ours
     )
+
+
+def _what(lane: str) -> str:
+    return "copy of an activation or a gradient" if lane in (TO_HOST, TO_DEVICE) else "collective of the model"
 
 
 def _memory(predicted: PredictedGraph, owners: Owners, start_s: float) -> Memory:

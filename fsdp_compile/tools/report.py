@@ -8,6 +8,7 @@ from pathlib import Path
 from ..passes import GraphRecord, HardwareProfile, Plan, Prediction
 from ..passes.ir.phases import is_backward, phase_of
 from ..passes.ir.provenance import Marker, find_reduces, find_unshards
+from ..passes.wire.copies import is_copy, launch_to_host
 from .collectives import Collective, collectives_of, num_bytes_of
 from .graph_code import runnable_code
 from .predicted import Step, collectives_table
@@ -96,6 +97,8 @@ class GraphReport:
                 rows.append(self._said(lambda: [str(self.predicted)])[0])
             if self.launches:
                 rows += self._said(lambda: collectives_table(self.predicted.of(self.stage)))
+            if any(map(is_copy, self.record.snapshots[-1].nodes)):
+                rows += self._said(lambda: [self._copies_row()])
         lines = [f"{self.name}: {markers} -> {became}", *[f"  {row}" for row in rows], f"  passes: {passes}"]
         return "\n".join(lines)
 
@@ -105,6 +108,18 @@ class GraphReport:
             return lines()
         except Exception as error:
             return [f"(not predicted: {error})"]
+
+    def _copies_row(self) -> str:
+        """Say what the graph copies of activations to or from the host, and what that takes."""
+        copies = [node for node in self.record.snapshots[-1].nodes if is_copy(node)]
+        flights = [self.predicted.of(self.stage).timeline.flights[node.name] for node in copies]
+        size = format_bytes(sum(num_bytes_of(node.meta["val"]) for node in copies))
+        seconds, waited_s = sum(one.launch.seconds for one in flights), sum(one.exposed_s for one in flights)
+        where = "to" if copies[0].target is launch_to_host else "from"
+        return (
+            f"{plural(len(copies), 'activation')}, {size}, copied {where} the host in {seconds * 1e3:.3f} ms, "
+            f"{waited_s * 1e3:.3f} of them waited for"
+        )
 
     def _launch_rows(self) -> list[str]:
         if not self.launches:
@@ -157,4 +172,6 @@ def what_becomes(plan: Plan, again: str) -> str:
         said += f", slices of {len(plan.slices)}"
     if plan.recompute:
         said += f", activations of {len(plan.recompute)} computed again"
+    if plan.offload:
+        said += f", activations of {len(plan.offload)} on the host"
     return said

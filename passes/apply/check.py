@@ -4,7 +4,7 @@
     wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
 
 Buckets are launched in the plan's order, gathers and reductions alike. A bucket that is also reduced over replicas is
-launched a second time for that. Copies to the CPU are waited for, too.
+launched a second time for that. Copies to the CPU, and from there, are waited for, too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..ir.meta import ROLE
 from ..ir.plan import Plan, num_launches
 from ..ir.provenance import has_markers
 from ..wire.collectives import is_launch, is_wait
-from ..wire.copies import to_host, wait_for_copies
+from ..wire.copies import is_copy, to_host, wait_for_copies
 
 
 def check(graph: fx.Graph, plan: Plan) -> int:
     """Verify the graph against the plan; return the number of our collectives."""
     assert not has_markers(graph), "a marker was not lowered"
     launches = [node for node in graph.nodes if is_launch(node) and ROLE in node.meta]
-    for launch in launches:
+    for launch in (*launches, *filter(is_copy, graph.nodes)):
         waits = [user for user in launch.users if is_wait(user)]
         assert len(waits) == len(launch.users) == 1, f"{launch} is read by {list(launch.users)}, not by one wait alone"
     launched = Counter((launch.meta[ROLE].kind, launch.meta[ROLE].bucket) for launch in launches)

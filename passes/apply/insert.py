@@ -17,6 +17,8 @@
                                      ...
                                      wait_for_copies(all to_host)            at the end of the graph that returns them
 
+    of offloaded activations         launch_to_host, launch_to_device, and a wait for each (away.py)
+
     of parameters that may stay      launch = gather_once(packed, owners=[s0], key)     sends nothing if they are here
 
 The plan says which parameters share a bucket.
@@ -43,6 +45,7 @@ from ..wire.collectives import is_wait, once
 from ..wire.copies import to_host, wait_for_copies
 from ..wire.ledger import Member, note
 from ..wire.spec import with_part
+from .away import launch_copies
 
 aten = torch.ops.aten
 
@@ -91,6 +94,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         num_launched += num_launches(bucket)
     for node in graph.find_nodes(op="call_function", target=markers.keep_slice):
         _cut(graph, node)
+    launch_copies(graph, plan)
     _wait_at_the_end(graph, plan)
     assert not unshards and not reduces, f"markers that the plan leaves out: {[*unshards, *reduces]}"
     compat.sort_topologically(graph)

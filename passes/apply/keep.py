@@ -11,7 +11,8 @@
 
 A slice that stands for a parameter until backward is saved. An untagged gather would be left to min-cut, which saves
 collectives' results: ZeRO-2's memory by accident. It saves what is made of a gather as well (a cast, a mask laid over
-it), which is as large: that is tagged like the gather. structure.py says what is tagged, and why.
+it), which is as large: that is tagged like the gather. structure.py says what is tagged, and why. Last, activations
+that the plan has on the host are sent there (away.py).
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from ..ir.nodes import closure, emit, views_of
 from ..ir.plan import Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from ..schedule.structure import Structure, made_of_weights, structure_of
+from .away import may_be_away, send_away
 
 
 def keep(graph: fx.Graph, plan: Plan) -> int:
     """Tag every unshard marker, and what reads weights, as the plan says; return how many markers were tagged."""
     unshards = find_unshards(graph)
-    structure = structure_of(graph)
+    structure, offloaded = structure_of(graph), may_be_away(graph, plan)
     for node in structure.of_weights:
         tag(node, CheckpointPolicy.MUST_RECOMPUTE)
     for node in structure.beside:
@@ -57,6 +59,7 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
     follow(graph, plan)
     for node in graph.find_nodes(op="call_function", target=markers.keep_slice):
         tag(node, CheckpointPolicy.MUST_SAVE)
+    send_away(graph, offloaded)
     return len(unshards)
 
 

@@ -14,6 +14,9 @@ model are alive beside it. Everything else keeps its order. In a graph with seve
 ordered like a graph of its own: the first unit of backward is launched when backward begins, and not while forward
 still holds it.
 
+Copies of activations are launches as well. One from the host is launched like a gather. One to the host is launched
+behind the last use in forward, and waited for like a reduction; until then the device has the activation.
+
 Launches are in the plan's order, gathers and reductions alike, wherever compute went: two ranks that launch in
 different orders hang. So what a launch sends may be computed earlier because a later launch is due, and a reduction
 waits for a gather that has its turn before. Inductor fuses and sorts after the FX passes; order.py holds it to this
@@ -28,14 +31,14 @@ from itertools import groupby
 from torch import fx
 
 from .. import _torch_compat as compat
-from ..cost.fusion import computes_inputs
-from ..ir.aliases import is_free, tensors_of
-from ..ir.effects import held_behind
-from ..ir.meta import LARGE_END, ROLE, Role
-from ..ir.nodes import closure
-from ..ir.phases import phase_of
+from ..ir.aliases import is_free
+from ..ir.meta import LARGE_END
+from ..ir.nodes import closure, readers_of
 from ..ir.plan import Plan
-from ..wire.collectives import is_launch
+from ..schedule.windows import begins_of, fetched_at, sent_in_turn
+from .items import Items
+
+_Copies = dict[fx.Node | None, list[fx.Node]]
 
 
 def overlap(graph: fx.Graph, plan: Plan) -> int:
@@ -56,104 +59,6 @@ def arrange(graph: fx.Graph, items: Items, lookahead: int) -> int:
     return sum(before is not after for before, after in zip(items.order, planned))
 
 
-class Items:
-    """The nodes of a graph in their order, with their dependencies and roles."""
-
-    def __init__(
-        self,
-        order: Sequence[fx.Node],
-        deps: Mapping[fx.Node, Sequence[fx.Node]],
-        role: Mapping[fx.Node, Role | None],
-        busy: Mapping[fx.Node, bool],
-    ) -> None:
-        self.order = order
-        self.position = {item: index for index, item in enumerate(order)}
-        self.deps = {item: [dep for dep in deps[item] if dep in self.position] for item in order}
-        self.role = {item: role[item] for item in order}
-        self.busy = busy  # the nodes that run a kernel, and whether that is a loop on the CPU
-        self.drained: fx.Node | None = None  # the node before which all reductions were waited for
-        self.launches = {item: its for item, its in self.role.items() if its is not None and is_launch(item)}
-        self.gathers = {item: its for item, its in self.launches.items() if its.kind == "gather"}
-        self.reductions = {item: its for item, its in self.launches.items() if its.kind != "gather"}
-        self.epilogues, self.second_of = self._follow_reductions()
-        self.seconds = set(self.second_of.values())
-        self.needs = self._last_launch_needed()
-        self.begins_phase = self._first_of_phases()
-        self.sends = {item: self._compute_sent(item) for item in self.reductions}
-        self.large_end = self._find_large_end()
-
-    @classmethod
-    def of(cls, graph: fx.Graph) -> Items:
-        """Return the items of a graph. They may depend on more than they read: on nodes they must stay behind."""
-        order = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-        behind = held_behind(order)
-        deps = {item: [*item.all_input_nodes, *behind.get(item, ())] for item in order}
-        role = {item: item.meta.get(ROLE) for item in order}
-        return cls(order, deps, role, {item: _is_loop_on_cpu(item) for item in order if not is_free(item)})
-
-    def only(self, order: Sequence[fx.Node], role: Mapping[fx.Node, Role]) -> Items:
-        """Return some of the items, with other roles for those in ``role``."""
-        return Items(order, self.deps, {**self.role, **role}, self.busy)
-
-    def _first_of_phases(self) -> dict[fx.Node, int]:
-        """Return the first compute of each later phase that needs a launch: constants may stand anywhere."""
-        first: dict[fx.Node, int] = {}
-        last = 0
-        for item in self.order:
-            if self.role[item] is None and self.needs[item] >= 0 and phase_of(item) > last:
-                first[item] = last = phase_of(item)
-        return first
-
-    def _compute_sent(self, launch: fx.Node) -> list[fx.Node]:
-        """Return the compute nodes whose results a launch sends."""
-        reached = closure(self.deps[launch], lambda item: () if self.role[item] is None else self.deps[item])
-        return [item for item in reached if self.role[item] is None]
-
-    def _find_large_end(self) -> fx.Node | None:
-        """Return the node of the last unit's largest gradient, if it is larger than all gradients of the unit before.
-
-        If it is smaller, the peak of memory is not there, and reductions may stay in flight: compute hides them.
-        """
-        first = [item for item in self.reductions if item not in self.seconds]
-        launches = sorted(first, key=lambda item: self.reductions[item].turn, reverse=True)
-        units = [(unit, [*its]) for unit, its in groupby(launches, key=lambda item: self.reductions[item].unit)]
-        if len(units) < 2:
-            return None
-        largest = max(units[0][1], key=lambda item: self.reductions[item].num_bytes)
-        if self.reductions[largest].num_bytes <= sum(self.reductions[item].num_bytes for item in units[1][1]):
-            return None
-        return max(self.sends[largest], key=self.position.__getitem__, default=None)
-
-    def _last_launch_needed(self) -> dict[fx.Node, int]:
-        """Return for each item the last turn among the launches that it depends on; -1 if it needs none."""
-        needs: dict[fx.Node, int] = {}
-        for item in self.order:
-            own = self.launches[item].turn if item in self.launches and item not in self.seconds else -1
-            # A dependency besides data may still stand behind the item, and needs no launch.
-            needs[item] = max([own, *(needs.get(dep, -1) for dep in self.deps[item])])
-        return needs
-
-    def _follow_reductions(self) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, fx.Node]]:
-        """Return what follows each reduction (wait, divisions, slices), and the second launch of a bucket with two."""
-        epilogues: dict[fx.Node, list[fx.Node]] = {launch: [] for launch in self.reductions}
-        seconds: dict[fx.Node, fx.Node] = {}
-        owner: dict[fx.Node, fx.Node] = {}
-        for item in self.order:
-            role = self.role[item]
-            if role is None or role.kind != "reduce":
-                continue
-            first = next((owner[dep] for dep in self.deps[item] if dep in owner), None)
-            if item in self.reductions:
-                owner[item] = item
-                # Only in the same bucket: one bucket's packing may be fused with the sums of the bucket before.
-                if first is not None and self.reductions[first].bucket == role.bucket:
-                    seconds[first] = item
-            elif first is not None:
-                owner[item] = first
-                epilogues[first].append(item)
-        return epilogues, seconds
-
-
 def planned_order(items: Items, lookahead: int) -> list[fx.Node]:
     """Return all items in the planned order."""
     return _loops_together(_pulled_in(items, lookahead), items)
@@ -164,6 +69,9 @@ def _pulled_in(items: Items, lookahead: int) -> list[fx.Node]:
     schedule = _Schedule(items)
     steps = _gather_steps(items)
     begins = {first_reader: index for index, (first_reader, _) in enumerate(steps) if first_reader is not None}
+    fetched, sent = _fetched(items, steps, lookahead), _sent(items, steps)
+    for copy in fetched.get(None, ()):
+        schedule.emit(copy)
     if steps and schedule.is_next(steps[0][1]):
         schedule.launch_until(steps[0][1])  # no unit comes before the first one: launched at the start of the graph
         for item in _beside_the_first(items, steps):
@@ -180,6 +88,8 @@ def _pulled_in(items: Items, lookahead: int) -> list[fx.Node]:
             schedule.drain()
             if items.begins_phase[item] in phases:
                 schedule.launch_until(steps[phases.index(items.begins_phase[item])][1])
+        for copy in fetched.get(item, ()):
+            schedule.emit(copy)
         if item in begins:
             ahead = min(begins[item] + lookahead, len(steps) - 1)
             while phases[ahead] != phases[begins[item]]:
@@ -187,6 +97,8 @@ def _pulled_in(items: Items, lookahead: int) -> list[fx.Node]:
             schedule.launch_until(steps[ahead][1])
             schedule.reduce_what_is_ready()  # a reduction that has its turn after these may be ready
         schedule.compute(item)
+        for copy in sent.get(item, ()):
+            schedule.emit(copy)
         schedule.reduce_what_is_ready()
         if steps and schedule.is_next(steps[0][1]):  # they come after reductions of units that were kept
             schedule.launch_until(steps[0][1])
@@ -236,10 +148,6 @@ def _sorted_out(between: Sequence[fx.Node], items: Items) -> list[fx.Node]:
     return sorted(between, key=lambda node: turn[node] if node in needed else len(between))
 
 
-def _is_loop_on_cpu(node: fx.Node) -> bool:
-    return computes_inputs(node) and all(one.device.type == "cpu" for one in tensors_of(node))
-
-
 def assert_planned(order: Iterable[fx.Node], items: Items) -> None:
     """Raise for an order in which a launch has another one's turn."""
     turns = [items.launches[item].turn for item in order if item in items.launches and item not in items.seconds]
@@ -286,7 +194,38 @@ def _beside_the_first(items: Items, steps: Sequence[tuple[fx.Node | None, list[f
     if first is None:
         return []
     end = len(items.order) if second is None else items.position[second]
-    return [item for item in items.order[:end] if items.role[item] is None and items.needs[item] < 0]
+    fetched = closure(items.fetches, lambda node: node.users)
+    beside = (item for item in items.order[:end] if items.role[item] is None and items.needs[item] < 0)
+    return [item for item in beside if item not in fetched]
+
+
+def _fetched(items: Items, steps: Sequence[tuple[fx.Node | None, list[fx.Node]]], lookahead: int) -> _Copies:
+    """Return the copies from the host to launch in front of each item; None is the begin."""
+    first: dict[fx.Node, int] = {}
+    for fetch in items.fetches:
+        readers = readers_of(fetch, lambda one: is_free(one) and one.op != "output")
+        first[fetch] = min((items.position[one] for one in readers if one in items.position), default=len(items.order))
+    found: _Copies = {}
+    for fetch, place in fetched_at(first, _begins(items, steps, first), lookahead).items():
+        found.setdefault(items.order[place] if place >= 0 else None, []).append(fetch)
+    return found
+
+
+def _sent(items: Items, steps: Sequence[tuple[fx.Node | None, list[fx.Node]]]) -> _Copies:
+    """Return the copies to the host to launch behind each item, and the waits for earlier ones."""
+    last = {copy: items.position[item] for item, copies in items.sent_behind.items() for copy in copies}
+    found: _Copies = {}
+    for copy, waited in sent_in_turn(last, _begins(items, steps, last)):
+        found.setdefault(items.order[last[copy]], []).extend([copy, *(wait for one in waited for wait in one.users)])
+    return found
+
+
+def _begins(
+    items: Items, steps: Sequence[tuple[fx.Node | None, list[fx.Node]]], copied_at: Mapping[fx.Node, int]
+) -> list[int]:
+    gathered = [(launches[0], items.position[reader]) for reader, launches in steps if reader is not None]
+    used = [(items.unit_of(item), place) for item, place in (*gathered, *copied_at.items())]
+    return begins_of(one for one in used if one[1] < len(items.order))
 
 
 class _Schedule:

@@ -25,7 +25,7 @@ from ..ir.provenance import find_reduces, find_unshards, groups_of, num_units_of
 from ..ranks.settle import Settled
 from ..schedule.planner import plan_joint, plan_keeping
 from .remember import remembered
-from .residency import choose, told_to_keep
+from .residency import GATHER, RECOMPUTE, choose, told_to_keep
 from .trial import Trial, trial_of
 
 _UNITS = {"": 1, "B": 1} | {
@@ -45,6 +45,7 @@ class Budget:
     like_fsdp2: bool = False
     profile: HardwareProfile | None = None  # None: the built-in one of the device
     num_units: int = 0  # of the model: a graph that reads fewer is not the whole step
+    may: tuple[str, ...] = (GATHER, RECOMPUTE)  # what is chosen
 
     @classmethod
     def of(cls, said: int | float | str) -> Budget:
@@ -115,7 +116,8 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
     reduced = sorted(one.fqn for one in find_reduces(graph))
     about = f"{budget_id} {hashlib.sha256(repr(reduced).encode()).hexdigest()[:16]}"
     decision = settled.decision(about, names, ranks, lambda rank: _decide(budget, graph, rank))
-    plan = plan_keeping(graph, decision.keep, decision.recompute, decision.slices, decision.lookahead)
+    its = decision
+    plan = plan_keeping(graph, its.keep, its.recompute, its.slices, its.lookahead, its.offload)
     return dataclasses.replace(plan, choice=decision.choice)
 
 
@@ -147,7 +149,7 @@ def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Plan:
         found = budget.bytes_for(graph, trial, profile)
         return found
 
-    best, lost = choose(graph, allowed, profile)
+    best, lost = choose(graph, allowed, profile, may=budget.may)
     choice = Choice(found, profile.name, 0, best.as_candidate(), tuple(one.as_candidate() for one in lost))
     return Plan(
         "joint",
@@ -155,6 +157,7 @@ def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Plan:
         recompute=tuple(sorted(best.figures.recomputed)),
         slices=tuple(sorted(best.figures.sliced)),
         lookahead=best.figures.lookahead,
+        offload=tuple(sorted(best.figures.offloaded)),
         choice=choice,
     )
 

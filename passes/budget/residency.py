@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -28,13 +29,14 @@ from ..cost.profiles import HardwareProfile
 from ..cost.roofline import Groups
 from ..ir.plan import Candidate, Plan
 from ..ir.provenance import find_unshards, whole_of
-from ..schedule.activations import activations_of
+from ..schedule.activations import activations_of, matrices_of
 from ..schedule.slices import keeps_slice, offers_slice
 from .residents import (
     ACTIVATION,
     PARAMETERS,
     SLICES,
     Resident,
+    activations_away,
     activations_made_again,
     by_life,
     by_worth,
@@ -42,15 +44,18 @@ from .residents import (
     residents_of,
     slices_of,
 )
-from .sketch import Figures, Sketch, saved_without
-from .trial import Trial, trial_of
+from .sketch import Sketch, saved_without
+from .trial import Figures, Trial, trial_of
 
+MAY = GATHER, RECOMPUTE, OFFLOAD = "gather", "recompute", "offload"  # what a budget may choose
 AGAIN, AS_TOLD, KEPT = "everything gathered again", "as reshard_after_forward says", "everything kept"
 WORTH, SHORT = "kept by seconds saved a byte", "kept by the shortest life"
 SLICED = "slices kept of everything"
 LEAN = "everything gathered and computed again"
 LEAN_WORTH, LEAN_SHORT = "kept and saved by seconds saved a byte", "kept and saved by the shortest life"
 IN_HALF = ", in half of the room"
+AWAY = "everything on the host"
+AWAY_WORTH, AWAY_SHORT = "on the device by seconds saved a byte", "on the device by the shortest life"
 # Sketches of a list that was filled by estimate. The peak may be another one, since launches change their places, and
 # backward makes other nodes. If it is lower, the list is filled up; else a bisection finds how many of its first
 # entries fit.
@@ -75,6 +80,9 @@ class Tried:
             its.exposed_s,
             num_recomputed=len(its.recomputed),
             num_sliced=len(its.sliced),
+            num_offloaded=len(its.offloaded),
+            offloaded_bytes=its.offloaded_bytes,
+            copied_s=its.copied_s,
         )
 
 
@@ -83,17 +91,19 @@ def choose(
     budget_bytes: Callable[[Trial], int],
     profile: HardwareProfile,
     groups: Groups | None = None,
+    may: Collection[str] = (GATHER, RECOMPUTE),
 ) -> tuple[Tried, list[Tried]]:
     """Return the candidate to take, and those that lost, fastest first.
 
     ``joint`` has gone through the passes before ``chosen_slices``, and is not changed. The budget may depend on the
-    bytes that are there before the step begins, which the first trial tells.
+    bytes that are there before the step begins, which the first trial tells. ``may`` has some of MAY.
     """
-    tried: dict[tuple[object, ...], Tried] = {}
+    tried: dict[tuple[Any, ...], Tried] = {}
 
     def try_base(name: str, recompute: Collection[str] = ()) -> Trial:
         trial = trial_of(joint, (), profile, groups, recompute=recompute)
-        tried[trial.kept, trial.recomputed, trial.sliced, 1] = Tried(name, Figures.of(trial))
+        if GATHER in may:
+            tried[trial.kept, trial.recomputed, trial.sliced, 1, frozenset()] = Tried(name, Figures.of(trial))
         return trial
 
     def try_one(
@@ -102,16 +112,17 @@ def choose(
         recompute: Collection[str] = (),
         sliced: Collection[str] = (),
         lookahead: int = 1,
+        offload: Collection[str] = (),
     ) -> Figures:
-        key = frozenset(kept), frozenset(recompute), frozenset(sliced), lookahead
+        kept = kept if GATHER in may else told
+        key = frozenset(kept), frozenset(recompute), frozenset(sliced), lookahead, frozenset(offload)
         if key not in tried:
-            sketch = sketches[bool(recompute)]
-            figures = sketch.figures(kept, recompute, sliced, lookahead)
-            if figures is None:  # a bucket that is kept in part
-                trial = trial_of(joint, kept, profile, groups, recompute=recompute, sliced=sliced, lookahead=lookahead)
-                figures = Figures.of(trial)
-            tried[key] = Tried(name, figures)
+            figures = sketches[bool(recompute)].figures(*key)
+            tried[key] = Tried(name, figures or cut(*key))  # a bucket that is kept in part is in no sketch
         return tried[key].figures
+
+    def cut(kept: frozenset[str], *more: Any) -> Figures:
+        return Figures.of(trial_of(joint, kept, profile, groups, False, *more))
 
     def try_listed(name: str, base: Trial, kept: Sequence[Resident]) -> Figures:
         recompute = base.recomputed - _fqns(kept, ACTIVATION)  # what is still recomputed beside these
@@ -146,26 +157,51 @@ def choose(
         half = fill(base, by_worth(keeping), (budget + base.peak_bytes) // 2)
         try_listed(f"{worth}{IN_HALF}", base, half)
 
+    def try_away(base: Trial, own: Sequence[Resident]) -> None:
+        sketch, away = sketches[bool(base.recomputed)], frozenset(sketches[bool(base.recomputed)].leaving.values())
+        # What takes long to compute for its bytes is copied, as far as that is faster.
+        dear = [one.fqns[0] for one in sorted(own, key=lambda one: one.num_bytes / max(one.own_s, 1e-12))]
+        lists = [base.recomputed - {*dear[: len(dear) * quarters // 4]} for quarters in range(5)]
+        names = [f"{AWAY}, or computed again ({len(recompute)})" for recompute in lists]
+        lean = [(try_one(name, (), recompute, offload=away), recompute) for name, recompute in zip(names, lists)]
+        best, recompute = min(lean, key=lambda one: (max(one[0].peak_bytes, budget), one[0].seconds))
+        waited_s = max(best.seconds - try_one(AGAIN, (), recompute).seconds, 0.0)
+        residents = [*residents_of(base), *activations_away(base, sketch, own, waited_s)]
+        for order, name in ((by_worth(residents), AWAY_WORTH), (by_life(residents), AWAY_SHORT)):
+            order = [one for one in order if one.kind == ACTIVATION or {*one.fqns} <= may_stay]
+            fits, over = 0, len(order) + 1
+            while over - fits > 1:
+                first = (fits + over) // 2
+                kept, here = _fqns(order[:first], PARAMETERS), _fqns(order[:first], ACTIVATION)
+                figures = try_one(f"{name}, the first {first}", kept, recompute - here, offload=away - here)
+                fits, over = (first, over) if figures.peak_bytes <= budget else (fits, first)
+
     def may_be_kept(base: Trial, residents: Sequence[Resident]) -> list[Resident]:
         keeping = [one for one in residents if one.kind == ACTIVATION or {*one.fqns} <= may_stay]
         return [*keeping, *slices_of(base, keeping, offers, profile, groups)]
 
+    told = told_to_keep(joint)
     again = try_base(AGAIN)
-    sketches = {False: Sketch(again, profile, groups)}
+    matrices = {node.name: one.fqn for node, one in matrices_of(joint).items()} if OFFLOAD in may else {}
+    sketches = {False: Sketch(again, profile, groups, matrices=matrices)}
     budget = budget_bytes(again)
     may_stay = {*keepable(joint, again.plan)}
     offers = {one.fqn: one.spec for one in find_unshards(joint) if one.fqn in may_stay and offers_slice(one.node)}
     largest_bytes = try_one(KEPT, may_stay).peak_bytes
-    try_one(AS_TOLD, told_to_keep(joint))
-    try_lists(again, residents_of(again), WORTH, SHORT)
+    try_one(AS_TOLD, told)
+    if GATHER in may:
+        try_lists(again, residents_of(again), WORTH, SHORT)
     if offers:
         try_one(SLICED, (), sliced=offers)
-    activations = activations_of(joint)
+    activations = activations_of(joint) if RECOMPUTE in may else {}
+    base, own = again, []
     if largest_bytes > budget and activations:
         base = try_base(LEAN, activations)
-        sketches[True] = Sketch(base, profile, groups, saved_without(again, activations))
-        residents = [*residents_of(base), *activations_made_again(again, base, activations)]
-        try_lists(base, residents, LEAN_WORTH, LEAN_SHORT)
+        sketches[True] = Sketch(base, profile, groups, saved_without(again, activations), matrices)
+        own = activations_made_again(again, base, activations)
+        try_lists(base, [*residents_of(base), *own], LEAN_WORTH, LEAN_SHORT)
+    if largest_bytes > budget and matrices:
+        try_away(base, own)
 
     def rank(one: Tried) -> tuple[float, ...]:
         seconds, peak_bytes = one.figures.seconds, one.figures.peak_bytes
@@ -176,7 +212,13 @@ def choose(
     if its.exposed_s > 0 and its.peak_bytes <= budget:  # earlier gathers may be hidden, but are held for longer
         for lookahead in _LOOKAHEADS:
             name = f"{best.name}, gathered {lookahead} units ahead"
-            try_one(name, its.kept, its.recomputed, its.sliced, lookahead)
+            try_one(name, its.kept, its.recomputed, its.sliced, lookahead, its.offloaded)
+        best = min(tried.values(), key=rank)
+    exact = set()
+    while best.figures.offloaded and best not in exact:  # what the partitioner makes of copies, a cut tells exactly
+        key = next(key for key, one in tried.items() if one is best)
+        tried[key] = Tried(best.name, cut(*key))
+        exact.add(tried[key])
         best = min(tried.values(), key=rank)
     return best, sorted((one for one in tried.values() if one is not best), key=lambda one: one.figures.seconds)
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..cost.clock import Clock
 from ..cost.memory import Lifetime, lives_of, results_of, saved_by
 from ..cost.profiles import HardwareProfile
-from ..cost.replay import Compute, Event, Lanes, Launch
 from ..cost.roofline import Groups, collective_seconds, group_of
 from ..ir.aliases import Storage
 from ..ir.meta import ROLE, works_for
@@ -34,10 +34,9 @@ from ..ir.plan import Plan
 from ..schedule.slices import inner_spec
 from ..wire.collectives import is_launch
 from ..wire.spec import ParamSpec
+from .sketch import Sketch
 from .trial import Half, Trial
 
-# After a change, so often do replayed steps look whether all is as it was: a look takes as long as some steps.
-_LOOK_EVERY = 8
 PARAMETERS, SLICES, ACTIVATION = "parameters", "slices", "activation"
 
 
@@ -138,6 +137,35 @@ def activations_made_again(
     return found
 
 
+def activations_away(
+    base: Trial, sketch: Sketch, made_again: Sequence[Resident], waited_s: float
+) -> list[Resident]:
+    """Return for each matrix the activations that could be on the host, or are computed again, as kept on the device.
+
+    Copies share one link. So of the seconds that copies are waited for, each saves a share by its bytes.
+    """
+    since = {life.storage: life.last for life in _lives(base.forward)}
+    place = {node: index for index, node in enumerate(base.backward.graph.nodes)}
+    clock, own = _Clock(base), {one.fqns[0]: one for one in made_again}
+    total = sum(map(sketch.num_bytes, sketch.leaving)) or 1
+    found: dict[str, Resident] = {}
+    for node, name in sketch.leaving.items():
+        last = min((since[one] for one in sketch.held_for(node) if one in since), default=0)
+        first = min((place[user] for user in node.users if user in place), default=place[node])
+        num_bytes, held_s = sketch.num_bytes(node), clock.between(last, first)
+        made = own.get(name)
+        one = found.get(name) or Resident(
+            "", (name,), 0, last, first, 0.0, made.saved_s if made else 0.0, ACTIVATION, made.own_s if made else 0.0
+        )
+        found[name] = dataclasses.replace(
+            one,
+            num_bytes=one.num_bytes + num_bytes,
+            held_s=max(one.held_s, held_s),
+            saved_s=one.saved_s + waited_s * num_bytes / total,
+        )
+    return [*found.values()]
+
+
 def fill(again: Trial, order: Sequence[Resident], room: int) -> list[Resident]:
     """Return those that fit into ``room``, taken in ``order``, each beside those taken before it.
 
@@ -212,69 +240,17 @@ def by_life(residents: Sequence[Resident]) -> list[Resident]:
     return sorted(residents, key=lambda one: one.held_s)
 
 
-class _Clock:
-    """When nodes of a trial's graphs begin, and how much shorter its backward would be with a few changes.
-
-    Each change is replayed from shortly before it until all is again as it was, only earlier:
-
-        as it is     c1 |--w1--| c2  c3 |--w2--| c4              each | is a wait
-        without w1   c1 c2  c3 |--w2--| c4                       from c3 on the same
-    """
+class _Clock(Clock):
+    """The clock of a trial's backward, which also tells when nodes of both graphs begin."""
 
     def __init__(self, trial: Trial) -> None:
+        super().__init__(trial.backward.events)
         self._trial = trial
         self._forward_s, self._backward_s = _begins(trial.forward), _begins(trial.backward)
-        self._steps: list[Event] = []  # computes that follow one another are one
-        self._places: dict[str, list[tuple[int, float]]] = {}  # of each event's name, with its seconds of compute
-        for event in trial.backward.events:
-            last = self._steps[-1] if self._steps else None
-            if isinstance(event, Compute) and isinstance(last, Compute):
-                self._steps[-1] = Compute(last.name, last.seconds + event.seconds)
-            else:
-                self._steps.append(_bare(event))
-            seconds = event.seconds if isinstance(event, Compute) else 0.0
-            self._places.setdefault(event.name, []).append((len(self._steps) - 1, seconds))
-        self._states = [Lanes()]  # before each step
-        for step in self._steps:
-            self._states.append(self._states[-1].copy())
-            self._states[-1].run(step)
 
     def between(self, since: int, until: int) -> float:
         """Return the seconds from a node of forward to one of backward."""
         return self._trial.forward.timeline.total_s - self._forward_s[since] + self._backward_s[until]
-
-    def seconds_of(self, names: Collection[str]) -> float:
-        """Return the compute seconds of these events in backward."""
-        return sum(seconds for name in names for _, seconds in self._places.get(name, ()))
-
-    def seconds_with(self, launch: str, seconds: float, group: str) -> float:
-        """Return by how much backward is shorter if a launch takes these seconds, in this group."""
-        place = min(place for place, _ in self._places[launch])
-        event = self._steps[place]
-        assert isinstance(event, Launch)
-        return self._shorter({place: dataclasses.replace(event, seconds=seconds, group=group)})
-
-    def seconds_without(self, names: Collection[str]) -> float:
-        """Return by how much backward is shorter without these events."""
-        changed: dict[int, Event | None] = {}
-        for place, seconds in sorted(where for name in names for where in self._places.get(name, ())):
-            event = changed.get(place, self._steps[place])
-            less = isinstance(event, Compute) and Compute(event.name, max(event.seconds - seconds, 0.0))
-            changed[place] = less or None
-        return self._shorter(changed)
-
-    def _shorter(self, changed: Mapping[int, Event | None]) -> float:
-        if not changed:
-            return 0.0
-        first, last = min(changed), max(changed)
-        state = self._states[first].copy()
-        for place in range(first, len(self._steps)):
-            if place > last and place % _LOOK_EVERY == 0 and state.is_like(self._states[place]):
-                return self._states[place].now_s - state.now_s
-            step = changed.get(place, self._steps[place])
-            if step is not None:
-                state.run(step)
-        return self._states[-1].now_s - state.now_s
 
 
 def _begins(half: Half) -> list[float]:
@@ -285,12 +261,6 @@ def _begins(half: Half) -> list[float]:
             now_s = next(points).at_s
         begins.append(now_s)
     return begins
-
-
-def _bare(event: Event) -> Event:
-    """Return an event without memory, and a launch without its ``needs``: some of those events are left out."""
-    bare = dataclasses.replace(event, allocs=(), frees=())
-    return dataclasses.replace(bare, needs=()) if isinstance(bare, Launch) else bare
 
 
 def _lives(half: Half) -> list[Lifetime]:

@@ -19,40 +19,25 @@ from dataclasses import dataclass
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ..apply.away import those_that_may_leave
 from ..apply.overlap import planned_order
+from ..cost.clock import bare
+from ..cost.copied import Copies, Leaving, to_device, to_host
 from ..cost.fusion import computes_inputs, is_pointwise
 from ..cost.memory import bytes_alive, lives_of, results_of, storages_given, taken_as
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Compute, Event, Launch, Timeline, simulate
 from ..cost.roofline import Groups, collective_seconds, group_of, sent_by, slowdown
-from ..ir.aliases import Storage, base_of, tensor_bytes, tensors_of
+from ..ir.aliases import Storage, base_of, is_free, tensor_bytes, tensors_of
 from ..ir.meta import PARAMETER, ROLE, Role, works_for
-from ..ir.nodes import closure
+from ..ir.nodes import closure, readers_of
 from ..ir.plan import Plan
 from ..schedule.planner import only
 from ..schedule.slices import inner_spec
 from ..schedule.uses import Use
 from ..wire.collectives import is_wait
-from .trial import Half, Trial
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The prediction of one step."""
-
-    kept: frozenset[str]
-    recomputed: frozenset[str]
-    sliced: frozenset[str]
-    lookahead: int
-    peak_bytes: int
-    seconds: float
-    exposed_s: float
-
-    @classmethod
-    def of(cls, trial: Trial) -> Figures:
-        """Return the figures of a trial."""
-        names = trial.kept, trial.recomputed, trial.sliced
-        return cls(*names, trial.plan.lookahead, trial.peak_bytes, trial.seconds, trial.exposed_s)
+from ..wire.streams import TO_DEVICE, TO_HOST
+from .trial import Figures, Half, Trial
 
 
 @dataclass(frozen=True)
@@ -60,6 +45,8 @@ class _Forward:
     """Forward with its launches so far ahead: whatever is kept, it runs in this order."""
 
     timeline: Timeline
+    order: Sequence[fx.Node]
+    events: Mapping[fx.Node, Event]
     position: Mapping[fx.Node, int]
     last: Mapping[Storage, int]  # of each storage, as if nothing were saved
     alive: Sequence[int]
@@ -69,7 +56,8 @@ class Sketch:
     """The steps that a trial which keeps no weights can be changed into.
 
     If the trial recomputes activations, ``activations`` has for each matrix the names of nodes that backward is given
-    where they are not recomputed, as far as it needs them.
+    where they are not recomputed, as far as it needs them. ``matrices`` has the matrix of each node of forward, by the
+    nodes' names, if activations may be on the host.
     """
 
     def __init__(
@@ -78,6 +66,7 @@ class Sketch:
         profile: HardwareProfile,
         groups: Groups | None = None,
         activations: Mapping[str, Collection[str]] | None = None,
+        matrices: Mapping[str, str] | None = None,
     ) -> None:
         self._trial, self._profile, self._groups = trial, profile, groups
         self._activations = activations or {}
@@ -112,9 +101,28 @@ class Sketch:
         for node in trial.forward.graph.nodes:
             if node.name in may_be_saved and node.name in self._by_name:
                 self._held_for[self._by_name[node.name]] = storages[node]
+        may_leave = those_that_may_leave(trial.forward.graph, trial.num_results)
+        self._unit_of = {one.fqn: one.unit for one in trial.uses.forward}
+        self.leaving: dict[fx.Node, str] = {}  # what backward is given and may be on the host, with its matrix
+        for node, held in self._held_for.items():
+            if matrices and held and may_leave.issuperset(held) and held[0].node.name in matrices:
+                self.leaving[node] = matrices[held[0].node.name]
+
+    def held_for(self, node: fx.Node) -> tuple[Storage, ...]:
+        """Return what forward holds for a node of backward."""
+        return self._held_for[node]
+
+    def num_bytes(self, node: fx.Node) -> int:
+        """Return the bytes of that."""
+        return sum(one.num_bytes for one in self._held_for[node])
 
     def figures(
-        self, kept: Collection[str], recomputed: Collection[str], sliced: Collection[str], lookahead: int
+        self,
+        kept: Collection[str],
+        recomputed: Collection[str],
+        sliced: Collection[str],
+        lookahead: int,
+        offloaded: Collection[str] = (),
     ) -> Figures | None:
         """Return the figures of a step; None if only a trial tells them."""
         if not self._trial.uses.sources.isdisjoint(kept):
@@ -135,20 +143,65 @@ class Sketch:
         order = planned_order(items, lookahead)
         pieces = self._pieces(sliced)
         loaded_s = self._loaded(taken, live)
-        events = [self._event(node, sliced, loaded_s) for node in order if node in self._events]
-        then, first = simulate(events), self._forward(lookahead)
+        events = {node: self._event(node, sliced, loaded_s) for node in order if node in self._events}
+        first = self._forward(lookahead)
+        away = [node for node in taken if self.leaving.get(node) in offloaded]
+        sent, fetched = self._sent(first, away), self._fetched(order, away, given, lookahead)
+        with_copies = ([*fetched.events.get(place, ()), *_of(events, node)] for place, node in enumerate(order))
+        then = simulate(itertools.chain(*with_copies))
+        before = first.timeline
+        if away:
+            with_sent = ([*_of(first.events, node), *sent.events.get(first.position[node], ())] for node in first.order)
+            before = simulate([*itertools.chain(*with_sent), *sent.events.get(len(first.alive) - 1, ())])
         peak_bytes = self._trial.weight.held_bytes + max(
-            self._forward_bytes(first, taken, pieces), self._backward_bytes(order, taken, pieces)
+            self._forward_bytes(first, taken, pieces, sent.bound),
+            self._backward_bytes(order, taken, pieces, fetched.bound),
         )
+        copies = [one for half in (before, then) for one in half.flights.values()]
         return Figures(
             frozenset(kept),
             frozenset(recomputed),
             frozenset(sliced),
             lookahead,
             peak_bytes,
-            first.timeline.total_s + then.total_s,
-            first.timeline.exposed_s + then.exposed_s,
+            before.total_s + then.total_s,
+            before.exposed_s + then.exposed_s,
+            frozenset(self.leaving[node] for node in away),
+            sum(one.num_bytes for one in sent.bound),
+            sum(one.launch.seconds for one in copies if one.launch.group in (TO_HOST, TO_DEVICE)),
         )
+
+    def _sent(self, first: _Forward, away: Sequence[fx.Node]) -> Copies[Storage]:
+        """Return the copies to the host of what these nodes of backward need."""
+        storages = {one: self._unit_of.get(self.leaving[node], "") for node in away for one in self._held_for[node]}
+        leaving = [
+            Leaving(one, unit, one.num_bytes, first.last.get(one, first.position[one.node]))
+            for one, unit in storages.items()
+        ]
+        return to_host(leaving, self._uses_of(self._of_forward, first.position), len(first.alive) - 1, self._profile)
+
+    def _fetched(
+        self, order: Sequence[fx.Node], away: Sequence[fx.Node], given: Collection[fx.Node], lookahead: int
+    ) -> Copies[fx.Node]:
+        position = {node: place for place, node in enumerate(order)}
+        first: dict[tuple[Storage, ...], int] = {}
+        for node in away:
+            readers = readers_of(node, lambda one: is_free(one) and one.op != "output")
+            place = min((position[one] for one in readers if one in position), default=len(order) - 1)
+            first[self._held_for[node]] = min(place, first.get(self._held_for[node], place))
+        own = {self._held_for[node]: node for node in reversed(away)}  # of several views, the first
+        leaving = [
+            Leaving(node, self._unit_of.get(self.leaving[node], ""), self.num_bytes(node), first[held])
+            for held, node in own.items()
+        ]
+        fulls = {fqn: full for fqn, full in self._fulls.items() if full not in given}
+        copies = to_device(leaving, self._uses_of(fulls, position), lookahead, self._profile)
+        return Copies(copies.events, {node: copies.bound[own[self._held_for[node]]] for node in away})
+
+    def _uses_of(self, fulls: Mapping[str, fx.Node], position: Mapping[fx.Node, int]) -> list[tuple[str, int]]:
+        """Return the units of gathered parameters, with the places where they are used."""
+        found = ((fqn, position[user]) for fqn, full in fulls.items() for user in full.users if user in position)
+        return [(self._unit_of[fqn], place) for fqn, place in found if fqn in self._unit_of]
 
     def _plan(self, kept: Collection[str], sliced: Collection[str], lookahead: int) -> Plan:
         """Return the plan of backward."""
@@ -215,13 +268,17 @@ class Sketch:
         ]
         return _Forward(
             simulate(events[node] for node in planned if node in events),
+            planned,
+            events,
             {node: index for index, node in enumerate(order)},
             {one.storage: one.last for one in lives},
             bytes_alive(lives, len(order) + 1),
         )
 
-    def _forward_bytes(self, first: _Forward, taken: Sequence[fx.Node], pieces: Mapping[str, int]) -> int:
-        """Return the most that is alive in forward, which holds to its end what backward takes."""
+    def _forward_bytes(
+        self, first: _Forward, taken: Sequence[fx.Node], pieces: Mapping[str, int], until: Mapping[Storage, int]
+    ) -> int:
+        """Return the most that is alive in forward, which holds to its end what backward takes, or until it is away."""
         held = dict.fromkeys(one for node in taken for one in self._held_for.get(node, ()))
         more = [0] * (len(first.alive) + 1)
         for storage in held:
@@ -231,11 +288,19 @@ class Sketch:
                 more[first.last[storage] + 1] += storage.num_bytes
             elif storage.node in self._trial.forward.memory.away:  # it is written, if it is to be saved
                 more[first.position[storage.node]] += storage.num_bytes
+            if storage in until:
+                more[until[storage] + 1] -= storage.num_bytes
         for fqn, num_bytes in pieces.items():
             more[first.position[self._of_forward[fqn]] + 1] += num_bytes
         return max(map(sum, zip(first.alive, itertools.accumulate(more))))
 
-    def _backward_bytes(self, order: Sequence[fx.Node], taken: Sequence[fx.Node], pieces: Mapping[str, int]) -> int:
+    def _backward_bytes(
+        self,
+        order: Sequence[fx.Node],
+        taken: Sequence[fx.Node],
+        pieces: Mapping[str, int],
+        fetched: Mapping[fx.Node, int],
+    ) -> int:
         """Return the most that is alive in backward, with what forward returned."""
         half = self._trial.backward
         inputs = [node for node in taken if node.op == "placeholder"]
@@ -248,6 +313,11 @@ class Sketch:
             for life in lives_of(nodes, self._apart, itertools.chain(*given.values()), inside)
             if (life.storage.node.op == "call_function" and life.storage not in callers) or life.storage in self._own
         ]
+        since: dict[Storage, int] = {}
+        for node, place in fetched.items():
+            for one in self._apart.storages[node]:
+                since[one] = min(len(inputs) + place, since.get(one, len(nodes)))
+        own = [dataclasses.replace(one, first=since.get(one.storage, one.first)) for one in own]
         alive = bytes_alive(own, len(nodes))
         waits = {
             node.meta[ROLE].bucket: place
@@ -304,6 +374,10 @@ def saved_without(trial: Trial, activations: Mapping[str, Collection[fx.Node]]) 
     return {of: [node.name for node in nodes if node.name in saved] for of, nodes in activations.items()}
 
 
+def _of(events: Mapping[fx.Node, Event], node: fx.Node) -> list[Event]:
+    return [events[node]] if node in events else []
+
+
 def _of_slices(use: Use) -> Use:
     return dataclasses.replace(use, spec=inner_spec(use.spec))
 
@@ -318,6 +392,5 @@ def _bare_events(half: Half) -> dict[fx.Node, Event]:
     found: dict[fx.Node, Event] = {}
     for node, event in zip(calls, half.events):
         if not isinstance(event, Compute) or event.seconds > 0:
-            bare = dataclasses.replace(event, allocs=(), frees=())
-            found[node] = dataclasses.replace(bare, needs=()) if isinstance(bare, Launch) else bare
+            found[node] = bare(event)
     return found

@@ -28,21 +28,25 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
+from ..apply.away import num_forward_results
 from ..apply.insert import insert
+from ..apply.items import Items
 from ..apply.keep import keep, let_go
-from ..apply.overlap import Items, arrange
+from ..apply.overlap import arrange
 from ..cost.events import events_of
-from ..cost.memory import GraphMemory, Weight, results_of, weigh
+from ..cost.memory import GraphMemory, Weight, weigh
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
-from ..ir.meta import tag
-from ..ir.nodes import closure
+from ..ir.aliases import tensor_bytes, tensors_of
+from ..ir.meta import OFFLOADED, tag
 from ..ir.plan import Plan
 from ..ir.provenance import reduce_nodes, unshard_nodes
 from ..schedule.planner import StepUses, plan_graph, uses_keeping
 from ..schedule.slices import chosen_slices, use_first_gather
 from ..schedule.structure import structure_of
+from ..wire.copies import is_copy, launch_to_host
+from ..wire.streams import TO_DEVICE, TO_HOST
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Trial:
     kept: frozenset[str]
     recomputed: frozenset[str]
     sliced: frozenset[str]
+    offloaded: frozenset[str]
     uses: StepUses
     plan: Plan
     forward: Half
@@ -84,6 +89,33 @@ class Trial:
         return self.forward.timeline.exposed_s + self.backward.timeline.exposed_s
 
 
+@dataclass(frozen=True)
+class Figures:
+    """The prediction of one step."""
+
+    kept: frozenset[str]
+    recomputed: frozenset[str]
+    sliced: frozenset[str]
+    lookahead: int
+    peak_bytes: int
+    seconds: float
+    exposed_s: float
+    offloaded: frozenset[str] = frozenset()
+    offloaded_bytes: int = 0
+    copied_s: float = 0.0
+
+    @classmethod
+    def of(cls, trial: Trial) -> Figures:
+        """Return the figures of a trial."""
+        names = trial.kept, trial.recomputed, trial.sliced
+        figures = trial.peak_bytes, trial.seconds, trial.exposed_s
+        sent = trial.forward.graph.find_nodes(op="call_function", target=launch_to_host)
+        num_bytes = sum(tensor_bytes(one) for node in sent for one in tensors_of(node))
+        copies = [one for half in (trial.forward, trial.backward) for one in half.timeline.flights.values()]
+        copied_s = sum(one.launch.seconds for one in copies if one.launch.group in (TO_HOST, TO_DEVICE))
+        return cls(*names, trial.plan.lookahead, *figures, trial.offloaded, num_bytes, copied_s)
+
+
 def trial_of(
     joint: fx.Graph,
     kept: Collection[str],
@@ -93,6 +125,7 @@ def trial_of(
     recompute: Collection[str] = (),
     sliced: Collection[str] = (),
     lookahead: int = 1,
+    offload: Collection[str] = (),
 ) -> Trial:
     """Predict the step of a joint graph that has gone through the passes before ``chosen_slices``; it is not changed.
 
@@ -102,7 +135,7 @@ def trial_of(
     if like_fsdp2:
         for node in (*unshard_nodes(graph), *reduce_nodes(graph)):
             node.update_kwarg("bucketing", "group")
-    uses = uses_keeping(graph, kept, recompute, sliced)
+    uses = uses_keeping(graph, kept, recompute, sliced, offload)
     plan = uses.plan(lookahead)
     chosen_slices(graph, plan)
     keep(graph, plan)
@@ -125,7 +158,8 @@ def trial_of(
         events = events_of(half, profile, groups, given_up, GraphMemory.of(half) if like_fsdp2 else memory)
         halves.append(Half(half, its_plan, items, memory, tuple(events), simulate(events)))
     first, then = halves
-    names = frozenset(kept), frozenset(recompute), frozenset(sliced)
+    away = frozenset(node.meta[OFFLOADED][0] for node in first.graph.nodes if is_copy(node))
+    names = frozenset(kept), frozenset(recompute), frozenset(sliced), away
     return Trial(*names, uses, plan, first, then, weight, num_results)
 
 
@@ -135,18 +169,3 @@ def _save_all(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node not in structure.fed and "recompute" not in node.meta:
             tag(node, CheckpointPolicy.MUST_SAVE)
-
-
-def num_forward_results(joint: fx.Graph) -> int:
-    """Return how many results of a joint graph are its forward's; the gradients of inputs follow, one for each."""
-    inputs = joint.find_nodes(op="placeholder")
-    tangents = [node for node in inputs if node.name.startswith("tangents")]
-    results = results_of(joint)
-    num_results = len(results) - (len(inputs) - len(tangents))
-    of_backward = closure(tangents, lambda node: node.users)
-    if num_results < 0 or any(one in of_backward for one in results[:num_results]):
-        raise RuntimeError(
-            f"the joint graph returns {len(results)} results for {len(inputs) - len(tangents)} inputs, so what it "
-            "returns of its forward is not known, and memory_budget cannot predict its peak. Leave memory_budget out."
-        )
-    return num_results

@@ -2,6 +2,7 @@
 
     all_gather_into_tensor(x)      Launch("all_gather...", its seconds, its group)
     wait_tensor(all_gather...)     Wait("all_gather...")
+    copies beside compute          the same, in a lane of the link to the host for each direction
     any other call                 Compute, which takes no time for a view
 
 A buffer is allocated by the event of the node that makes it, and freed by the event of its last reader. Time and memory
@@ -14,14 +15,16 @@ from collections.abc import Collection
 
 from torch import fx
 
-from ..ir.aliases import base_of, inputs_of
+from ..ir.aliases import base_of, inputs_of, tensor_bytes, tensors_of
 from ..ir.meta import ROLE
 from ..ir.provenance import has_markers
 from ..wire.collectives import is_launch, is_wait
+from ..wire.copies import is_copy, launch_to_device, to_host, wait_for_copies
+from ..wire.streams import TO_DEVICE, TO_HOST
 from .memory import GraphMemory, own_and_callers
 from .profiles import HardwareProfile
 from .replay import Compute, Event, Launch, Wait
-from .roofline import Groups, graph_seconds, group_of, launch_seconds, sent_by, slowdown
+from .roofline import Groups, copy_seconds, graph_seconds, group_of, launch_seconds, sent_by, slowdown
 
 
 def events_of(
@@ -45,6 +48,7 @@ def events_of(
     seconds = graph_seconds(graph, profile, memory.away)
     allocs, frees = _buffers(memory, given_up)
     events: list[Event] = []
+    beside: list[str] = []  # copies of gradients, which one node waits for
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -62,11 +66,24 @@ def events_of(
                 slows_compute=slowdown(group, profile),
             )
             events.append(launch)
-        elif is_wait(node) and isinstance(source, fx.Node) and is_launch(source):
+        elif is_copy(node) or _is_beside(node):
+            lane = TO_DEVICE if node.target is launch_to_device else TO_HOST
+            copy_s = copy_seconds(sum(map(tensor_bytes, tensors_of(node))), profile)
+            events.append(Launch(node.name, copy_s, lane, *held, needs=_needs(node)))
+            beside += [node.name] if _is_beside(node) else []
+        elif is_wait(node) and isinstance(source, fx.Node) and (is_launch(source) or is_copy(source)):
             events.append(Wait(source.name, *held))
+        elif node.target is wait_for_copies and beside:
+            *others, last = beside
+            events.append(Wait(last, *held, others=tuple(others)))
         else:
             events.append(Compute(node.name, seconds.get(node, 0.0), *held, is_copy=ROLE in node.meta))
     return events
+
+
+def _is_beside(node: fx.Node) -> bool:
+    """Whether a node copies a gradient to the host, and ``wait_for_copies`` waits for that."""
+    return node.target is to_host and not node.kwargs.get("wait", True)
 
 
 def _buffers(
@@ -112,7 +129,7 @@ def _needs(launch: fx.Node) -> tuple[str, ...]:
         if node in seen or node.op != "call_function":
             continue
         seen.add(node)
-        if is_launch(node):
+        if is_launch(node) or is_copy(node):
             found[node.name] = None
         elif ROLE in node.meta:
             work.extend(base_of(source) for source in inputs_of(node))

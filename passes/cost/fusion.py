@@ -19,6 +19,7 @@ from .. import _torch_compat as compat
 from ..ir.aliases import base_of, inputs_of, is_free, is_view, tensors_of
 from ..ir.nodes import CASTS, LOOKUPS, readers_of
 from ..wire.collectives import is_launch
+from ..wire.copies import is_copy
 
 aten = torch.ops.aten
 
@@ -92,7 +93,7 @@ def kernels_of(graph: fx.Graph, away: Collection[fx.Node] | None = None) -> list
             far |= far_behind[source]
             if not is_free(source) and not computes_inputs(source):
                 far |= behind[source]
-        if not is_free(node) and not is_launch(node):
+        if not is_free(node) and not is_launch(node) and not is_copy(node):
             sources = dict.fromkeys(map(base_of, inputs_of(node)))
             parts = dict.fromkeys(part for source in sources if source in away for part in computed[source])
             computed[node] = [*parts, node]

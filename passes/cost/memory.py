@@ -6,7 +6,8 @@
 A storage lives from the node that allocates it to the last one that reads it, or a view of it. A returned storage lives
 to the end, and the input of a collective lives until the wait. Inputs are the caller's and counted apart, except those
 that the caller gives up, as it gives up saved tensors in backward: they are freed by their last reader. If an
-accelerator computes, only its memory counts, so offloaded shards do not. Scratch memory of kernels does not count.
+accelerator computes, only its memory counts, so offloaded shards do not. Activations on the host do not, even if the
+host computes. Scratch memory of kernels does not count.
 
 Over the two halves of a step, the caller holds forward's inputs and results:
 
@@ -24,9 +25,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..ir import markers
-from ..ir.aliases import Storage, storages_of, tensors_of
+from ..ir.aliases import HOST, Storage, storages_of, tensors_of
 from ..ir.meta import ROLE, works_for
 from ..wire.collectives import is_launch, is_wait
+from ..wire.copies import is_copy
 from .fusion import fused_away, is_pointwise
 
 SHARD = "parameter shard"
@@ -292,11 +294,11 @@ def lives_of(
             for storage in reads[node]:
                 fits = storage.num_bytes == storages[node][0].num_bytes and last[storage] == position
                 is_own = storage.node.op == "call_function" and storage not in inputs
-                if fits and is_own and not is_launch(storage.node):
+                if fits and is_own and not is_launch(storage.node) and not is_copy(storage.node):
                     last[storage] = position - 1
                     break
     devices = {storage.device for storage in first}
-    computing = next((device for device in sorted(devices) if device != "cpu"), "cpu")
+    computing = next((device for device in sorted(devices) if device not in ("cpu", HOST)), "cpu")
     return [Lifetime(one, begin, last[one]) for one, begin in first.items() if one.device == computing]
 
 
@@ -305,7 +307,7 @@ def _needed_by(node: fx.Node, storages: dict[fx.Node, tuple[Storage, ...]]) -> I
     if is_wait(node):
         launch = node.args[0]
         assert isinstance(launch, fx.Node)
-        if is_launch(launch):  # until the wait, the launch still reads its inputs
+        if is_launch(launch) or is_copy(launch):  # until the wait, the launch still reads its inputs
             yield from (storage for source in launch.all_input_nodes for storage in storages[source])
 
 
@@ -347,7 +349,7 @@ def _kind(node: fx.Node, read: set[str], is_gradient: bool) -> str:
     if node.target is markers.reduce_grad:
         return GRADIENT
     if ROLE in node.meta:
-        return BUFFER  # unless a node without a role reads it
+        return ACTIVATION if works_for(node, "copy") else BUFFER  # unless a node without a role reads it
     if is_gradient:
         return GRADIENT
     if node.op == "call_function" and read and read <= {GATHERED, BUFFER}:

@@ -6,6 +6,7 @@
     group g                        |----w2---|              queued behind w1, waited for before c4
 
 There is one lane of computation and one for each process group, whose collectives run in the order of their launches.
+Copies to the host have a lane, and copies from there: what is said of collectives holds for them.
 Events are data, so a planner can try an order that no graph has yet; ``events.py`` makes the events of a graph. The
 same events give the same times anywhere.
 """
@@ -52,6 +53,7 @@ class Wait:
     name: str
     allocs: tuple[tuple[str, int], ...] = ()
     frees: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # launched before it in its lane, so they have ended as well
 
 
 Event = Compute | Launch | Wait
@@ -162,7 +164,7 @@ class Lanes:
             if event.slows_compute > 0:
                 self.slowing += ((start_s, start_s + event.seconds, event.slows_compute),)
         else:
-            self.now_s = max(self.now_s, self.ends.pop(event.name))
+            self.now_s = max([self.now_s, *(self.ends.pop(name) for name in (event.name, *event.others))])
 
     def is_like(self, other: Lanes) -> bool:
         """Whether what comes takes as long from here as from another state, down to a picosecond."""
@@ -230,6 +232,8 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
                 stood.add(place)
                 now_s = flight.end_s
             ran[event.name] = place
+            for name in event.others:
+                flights[name].waited = True
         memory.end(event)
     for name, flight in flights.items():
         if not flight.waited:

@@ -27,7 +27,7 @@ from .. import _torch_compat as compat
 from ..ir.aliases import base_of, elements, hint, inputs_of, is_free, tensor_bytes, tensors_of
 from ..ir.nodes import LOOKUPS
 from ..wire.collectives import KIND_OF, is_launch
-from ..wire.copies import to_device, to_host
+from ..wire.copies import is_copy, to_device, to_host
 from ..wire.lower import gather_offloaded
 from .fusion import kernels_of
 from .profiles import KINDS, HardwareProfile, Link
@@ -95,6 +95,11 @@ def launch_seconds(node: fx.Node, group: Group, profile: HardwareProfile) -> flo
     if node.target is gather_offloaded:
         seconds += _host_seconds([one for source in node.all_input_nodes for one in tensors_of(source)], profile)
     return seconds
+
+
+def copy_seconds(num_bytes: int, profile: HardwareProfile) -> float:
+    """Return the seconds of a copy to or from the host beside compute, with nothing else on the link."""
+    return profile.kernel_s + num_bytes / (profile.host_bytes_per_s * profile.memory_efficiency)
 
 
 def collective_seconds(kind: str, num_bytes: int, group: Group, profile: HardwareProfile) -> float:
@@ -193,8 +198,8 @@ def slowdown(group: Group, profile: HardwareProfile) -> float:
 
 
 def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:
-    """Return the seconds of one node as a kernel of its own; 0 for collectives and their waits."""
-    if is_free(node) or is_launch(node):
+    """Return the seconds of one node as a kernel of its own; 0 for collectives, copies and their waits."""
+    if is_free(node) or is_launch(node) or is_copy(node):
         return 0.0
     num_bytes = sum(map(tensor_bytes, tensors_of(node))) + sum(_read(node, source) for source in inputs_of(node))
     return profile.kernel_s + _roofline(node, num_bytes, profile)

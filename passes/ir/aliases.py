@@ -24,10 +24,11 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from ..wire.collectives import is_wait
-from ..wire.copies import wait_for_copies
+from ..wire.copies import is_on_host, wait_for_copies
 from ..wire.ledger import begin
 from .nodes import VIEWS
 
+HOST = "host"
 # For a symbolic size that nobody has seen a value of. A constant, so that ranks agree.
 DEFAULT_SIZE = 1024
 
@@ -43,7 +44,7 @@ class Storage:
     node: fx.Node
     place: int  # among the node's results
     num_bytes: int
-    device: str  # its type
+    device: str  # its type; HOST for what is copied to the host for a while, also if the host computes
 
 
 def storages_of(graph: fx.Graph, apart: Collection[fx.Node] = ()) -> dict[fx.Node, tuple[Storage, ...]]:
@@ -80,7 +81,8 @@ def storages_of(graph: fx.Graph, apart: Collection[fx.Node] = ()) -> dict[fx.Nod
 
 
 def _new(node: fx.Node, place: int, value: torch.Tensor) -> Storage:
-    return Storage(node, place, allocated_bytes(value), value.device.type)
+    device = HOST if is_on_host(node) else value.device.type
+    return Storage(node, place, allocated_bytes(value), device)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

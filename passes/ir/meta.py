@@ -19,6 +19,8 @@ ROLE = "fsdp_role"
 PARAMETER, GRADIENT_OF = "fsdp_parameter", "fsdp_gradient_of"
 # Of gathered parameters that may stay for later launches, and of their views: not the graph's alone.
 SHARED = "fsdp_shared"
+# Of copies of activations to the host and back: the name of the matrix that they are of, and its unit.
+OFFLOADED = "fsdp_offloaded"
 # Above every id that activation checkpointing hands out: a recomputed node may only feed recomputed nodes of a
 # lower id, and with id 0 a checkpointed model saved its full weights (seen on 2.11 and 2.15).
 AC_GRAPH_ID = 100_000
@@ -28,7 +30,7 @@ AC_GRAPH_ID = 100_000
 class Role:
     """What a node does, and for which bucket; it is on every node that ``insert`` adds."""
 
-    kind: str  # "gather" or "reduce"; "end" for the wait at the end of a graph
+    kind: str  # "gather" or "reduce"; "copy" of an activation; "end" for the wait at the end of a graph
     bucket: int
     unit: str
     turn: int  # place of its launch among all launches of the graph

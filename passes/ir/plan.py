@@ -49,6 +49,9 @@ class Candidate:
     exposed_s: float  # part of ``seconds``: waiting for collectives
     num_recomputed: int = 0  # parameters whose products backward recomputes
     num_sliced: int = 0  # parameters of which a slice is kept
+    num_offloaded: int = 0  # parameters whose activations are on the host until backward
+    offloaded_bytes: int = 0  # of these activations
+    copied_s: float = 0.0  # of the link, in both directions; what is not hidden is part of ``exposed_s``
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,11 @@ class Choice:
         width = max(len(one.name) for _, one in rows)
 
         def besides(one: Candidate) -> str:
-            columns = ((one.num_sliced, "sliced"), (one.num_recomputed, "computed again"))
-            shown = any(row.num_sliced for _, row in rows), any(row.num_recomputed for _, row in rows)
-            return "".join(f"{count:>5} {what}  " for (count, what), is_shown in zip(columns, shown) if is_shown)
+            columns = ("num_sliced", "sliced"), ("num_recomputed", "computed again"), ("num_offloaded", "on the host")
+            shown = [(name, what) for name, what in columns if any(getattr(row, name) for _, row in rows)]
+            said = "".join(f"{getattr(one, name):>5} {what}  " for name, what in shown)
+            copied = f"({as_size(one.offloaded_bytes)}, {one.copied_s * 1e3:.3f} ms of copies)  "
+            return said + (copied if one.num_offloaded else "")
 
         return "\n".join(
             [
@@ -118,6 +123,7 @@ class Plan:
     keep: tuple[str, ...] = ()  # joint, whole: parameters that are gathered once, and saved for backward
     slices: tuple[str, ...] = ()  # joint: parameters that backward gathers from slices kept for a budget (slices.py)
     recompute: tuple[str, ...] = ()  # joint: matrices whose activations backward recomputes (activations.py)
+    offload: tuple[str, ...] = ()  # joint: matrices whose saved activations are on the host until backward (away.py)
     gathers: tuple[Bucket, ...] = ()  # in the order of launch
     reduces: tuple[Bucket, ...] = ()
     order: tuple[tuple[str, int], ...] = ()  # of all launches: "gather" or "reduce", and the bucket's index
@@ -160,14 +166,14 @@ class Plan:
 
 
 def _without_empty_choices(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in fields if (name, value) != ("choice", None)}
+    return {name: value for name, value in fields if (name, value) not in (("choice", None), ("offload", ()))}
 
 
 def _from_fields(fields: dict[str, Any]) -> Plan:
     """Rebuild a plan from the fields of ``dataclasses.asdict``, in which JSON made lists of tuples."""
     for name in ("gathers", "reduces"):
         fields[name] = tuple(Bucket(**{**bucket, "fqns": tuple(bucket["fqns"])}) for bucket in fields[name])
-    for name in ("regather", "again", "keep", "slices", "recompute"):
+    for name in ("regather", "again", "keep", "slices", "recompute", "offload"):
         fields[name] = tuple(fields.get(name, ()))
     fields["order"] = tuple((kind, bucket) for kind, bucket in fields["order"])
     for name in ("forward", "backward"):

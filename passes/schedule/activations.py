@@ -49,6 +49,34 @@ def activations_of(graph: fx.Graph) -> dict[str, tuple[fx.Node, ...]]:
     return {name: tuple(nodes) for name, nodes in found.items()}
 
 
+def matrices_of(graph: fx.Graph) -> dict[fx.Node, Marker]:
+    """Return a matrix for each node that forward computes: of the first product that it goes into, else comes from."""
+    with _all_gathered_again(graph):
+        structure = structure_of(graph)
+    gathers = {one.node: one for one in find_unshards(graph) if one.spec.part < 0 and whole_of(one.node) is None}
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    products: dict[fx.Node, Marker] = {}
+    goes_into: dict[fx.Node, fx.Node] = {}
+    for node in reversed(graph.nodes):
+        if node not in structure.computed or node in structure.of_weights:
+            continue
+        read = {gather for one in node.all_input_nodes for gather in structure.of_weights.get(one, ())}
+        matrices = [gathers[one] for one in read if one in gathers and is_matrix(one)]
+        if matrices:
+            products[node], goes_into[node] = min(matrices, key=lambda one: (one.spec.order, one.fqn)), node
+        elif into := [goes_into[user] for user in node.users if user in goes_into]:
+            goes_into[node] = min(into, key=place.__getitem__)
+    found: dict[fx.Node, Marker] = {}
+    for node in graph.nodes:
+        if node in goes_into:
+            found[node] = products[goes_into[node]]
+        elif node in structure.computed and (before := [found[one] for one in node.all_input_nodes if one in found]):
+            found[node] = before[-1]
+        elif node.target is operator.getitem and node.args[0] in found:  # a result that only backward reads
+            found[node] = found[node.args[0]]
+    return found
+
+
 def compute_again(graph: fx.Graph, names: Collection[str]) -> None:
     """Tag the activations of these matrices to be recomputed in backward; skip names that the graph does not have."""
     if not names:

@@ -17,7 +17,7 @@ from .. import _torch_compat as compat
 from ..ir.nodes import copied
 from ..ir.plan import Bucket, Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, whole_of
-from .activations import activations_of
+from .activations import activations_of, matrices_of
 from .buckets import gather_key, reduce_key
 from .planner import as_the_whole, only, plan_keeping
 from .schedule import bucket_of
@@ -48,7 +48,8 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
     if reduces_less:
         given = dataclasses.replace(given, recompute=tuple(name for name in given.recompute if name in possible))
     _require_computable(given.recompute, possible)
-    ours = plan_keeping(graph, given.keep, given.recompute, given.slices, given.lookahead)
+    _require_matrices(given.offload, {one.fqn for one in matrices_of(graph).values()} if given.offload else set())
+    ours = plan_keeping(graph, given.keep, given.recompute, given.slices, given.lookahead, given.offload)
     assert given.forward is not None and given.backward is not None
     assert ours.forward is not None and ours.backward is not None
     gathered = {one.fqn: one for one in unshards if whole_of(one.node) is None}
@@ -170,4 +171,13 @@ def _require_computable(asked: Iterable[str], possible: Collection[str]) -> None
             f"the given plan computes again what is computed with {', '.join(unknown)}, and none of that stays within "
             f"its unit until the next product. Take it out of `recompute`; here that can have "
             f"{', '.join(possible) or 'nothing'}."
+        )
+
+
+def _require_matrices(asked: Iterable[str], possible: Collection[str]) -> None:
+    unknown = sorted({*asked} - {*possible})
+    if unknown:
+        raise ValueError(
+            f"the given plan has activations of {', '.join(unknown)} on the host, and forward computes nothing with a "
+            f"matrix of that name. Take it out of `offload`; here that can have {', '.join(sorted(possible))}."
         )

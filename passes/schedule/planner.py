@@ -112,13 +112,18 @@ def plan_keeping(
     recompute: Collection[str] = (),
     sliced: Collection[str] = (),
     lookahead: int = 1,
+    offload: Collection[str] = (),
 ) -> Plan:
     """The plan of a step that keeps these parameters, and regathers all others, whatever their units were told."""
-    return uses_keeping(graph, kept, recompute, sliced).plan(lookahead)
+    return uses_keeping(graph, kept, recompute, sliced, offload).plan(lookahead)
 
 
 def uses_keeping(
-    graph: fx.Graph, kept: Collection[str], recompute: Collection[str] = (), sliced: Collection[str] = ()
+    graph: fx.Graph,
+    kept: Collection[str],
+    recompute: Collection[str] = (),
+    sliced: Collection[str] = (),
+    offload: Collection[str] = (),
 ) -> StepUses:
     """The uses of such a step.
 
@@ -132,7 +137,12 @@ def uses_keeping(
         graph = copied(graph)
         slice_these(graph, sliced)
     uses = uses_of(graph)
-    becomes = dataclasses.replace(uses.becomes, recompute=tuple(sorted(recompute)), slices=tuple(sorted(sliced)))
+    becomes = dataclasses.replace(
+        uses.becomes,
+        recompute=tuple(sorted(recompute)),
+        slices=tuple(sorted(sliced)),
+        offload=tuple(sorted(offload)),
+    )
     return dataclasses.replace(uses, becomes=becomes)
 
 

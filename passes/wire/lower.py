@@ -26,7 +26,7 @@ from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
 from . import streams
 from .collectives import KIND_OF, all_gather_members, all_gather_of, c10d, reduce_scatter_members, wait, wait_tensor
-from .copies import to_device, to_host
+from .copies import let_inductor_see_copies, to_device, to_host
 from .layout import ShardLayout, places_of_members, sends_members
 from .ledger import note
 from .packing import Sent, copied, pack
@@ -114,9 +114,9 @@ KIND_OF[gather_offloaded] = "all_gather"
 
 
 def let_inductor_see_offloaded() -> None:
-    """Tell Inductor that ``gather_offloaded`` launches, and that a copy goes on when ``to_host`` has returned."""
+    """Tell Inductor that ``gather_offloaded`` launches, and that copies go on when their ops have returned."""
     kernels_compat.lower_as_collective(gather_offloaded)
-    kernels_compat.lower_as_read_on(to_host)
+    let_inductor_see_copies()
 
 
 def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list[Any]:

@@ -1,8 +1,8 @@
 """The streams of an accelerator. No other module asks torch for streams, events, or memory that two streams share.
 
     current      the model computes, collectives are launched and waited for, graphs run
-    TO_DEVICE    shards of offloaded units are copied, and their gathers launched behind that
-    TO_HOST      reduced gradients of offloaded units are copied
+    TO_DEVICE    shards of offloaded units are copied, and their gathers launched behind that; activations come back
+    TO_HOST      reduced gradients of offloaded units are copied, and activations that backward will need
     a user's     an all-reduce hook runs
 
     current      | layer 1                      | join | layer 2
@@ -76,7 +76,8 @@ class Accelerator:
 
     def record(self, tensor: Tensor, stream: Any) -> None:
         """Keep the memory of a tensor from other use, when it is freed, until the stream has done what is queued."""
-        tensor.record_stream(stream)
+        if tensor.device.type != "cpu":  # pinned memory has a record of the copies that use it
+            tensor.record_stream(stream)
 
     def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Free a storage, or allocate it again on the current stream."""
@@ -121,24 +122,28 @@ class Aside:
             accelerator.wait(accelerator.current(self.stream.device), self._end)
 
 
-# Launches that may be waited for on another stream, by the address of what they write: their stream, and the work
-# there that they belong to.
-_launches: dict[int, tuple[Any, Aside | None]] = {}
+# Launches that may be waited for on another stream, by the address of what they write: their stream, the work there
+# that they belong to, and what that reads.
+_launches: dict[int, tuple[Any, Aside | None, Tensor | None]] = {}
 
 
-def launched(written: Tensor, work: Aside | None = None) -> None:
-    """Note on which stream something was launched into this tensor: on the current one, or on that of ``work``."""
+def launched(written: Tensor, work: Aside | None = None, read: Tensor | None = None) -> None:
+    """Note on which stream something was launched into this tensor: on the current one, or on that of ``work``.
+
+    ``read`` is not freed before somebody waits.
+    """
     stream = accelerator.current(written.device) if work is None else work.stream
     if stream is not None:
-        _launches[written.data_ptr()] = stream, work
+        _launches[written.data_ptr()] = stream, work, read
 
 
 def join(written: Tensor) -> None:
     """Have the current stream use a tensor that was launched on another one: after that, and until it is freed."""
-    stream, work = _launches.pop(written.data_ptr(), (None, None)) if _launches else (None, None)
+    nothing = None, None, None
+    stream, work, _ = _launches.pop(written.data_ptr(), nothing) if _launches else nothing
     if work is not None:
         work.join()
-    if stream is not None and stream != (here := accelerator.current(written.device)):
+    if stream is not None and stream != (here := accelerator.current(stream.device)):
         accelerator.record(written, here)
 
 
