@@ -84,9 +84,9 @@ def fsdp2() -> Iterator[None]:
         return lambda spec: of(dataclasses.replace(spec, is_table=False))
 
     keys = {"gather_key": key(buckets.gather_key), "reduce_key": key(buckets.reduce_key)}
-    with mock.patch.multiple(buckets, **keys), mock.patch.object(layout, "_PACK", {"nccl"}):
-        with mock.patch.dict(layout._LIMITS, nccl=(_EVERYTHING, 0, 1, 0)):
-            yield
+    limits = mock.patch.dict(layout._LIMITS, nccl=(_EVERYTHING, 0, 1, 0))
+    with mock.patch.multiple(buckets, **keys), mock.patch.object(layout, "_PACK", {"nccl"}), limits:
+        yield
 
 
 def main() -> None:
