@@ -27,7 +27,7 @@ from .budget.budget import Budget, plan_within
 from .cost.profiles import HardwareProfile
 from .cost.roofline import sent_by
 from .ir.meta import SHARED
-from .ir.nodes import copied
+from .ir.nodes import copied, tangents_of
 from .ir.phases import has_phases, number_phases
 from .ir.plan import Plan
 from .ir.provenance import (
@@ -247,8 +247,7 @@ def _stage(graph: fx.Graph) -> str:
     step = step_of(graph)
     if has_phases(graph) if step is None else step.stage == "whole":
         return "whole"
-    placeholders = graph.find_nodes(op="placeholder")
-    if reduce_nodes(graph) or any(node.name.startswith("tangents") for node in placeholders):
+    if reduce_nodes(graph) or tangents_of(graph):
         return "backward"
     return "forward" if any("recompute" in node.meta for node in unshard_nodes(graph)) else "inference"
 

@@ -150,7 +150,7 @@ product
 
 
 def _ordered(skips: Callable[..., bool] = lambda *what: False) -> set[str]:
-    """What of a step is not in order, if the device had streams. The graphs run as the passes leave them."""
+    """Return the accesses of a step that nothing would order on a device with streams; graphs run without Inductor."""
     model = _stack()
     offload(model)
     graphs = _graphs(model)

@@ -42,12 +42,30 @@ def placed(mesh: DeviceMesh, placements: list[Any]) -> list[nn.Parameter]:
     return [nn.Parameter(distribute_tensor(param.detach(), mesh, placements)) for param in matrices()]
 
 
+PLACED: dict[str, tuple[tuple[int, ...], list[Any]] | None] = {
+    "rows": ((4,), [Shard(0)]),
+    "columns": ((4,), [Shard(1)]),
+    "replicas": ((2, 2), [Replicate(), Shard(0)]),
+    "tensor parallel": ((2, 2), [Shard(0), Shard(1)]),
+    "replicated": ((4,), [Replicate()]),
+    "plain": None,
+}
+
+
+def matrices_on(case: str) -> list[nn.Parameter]:
+    """Return the matrices on four ranks, in one of the ways of PLACED."""
+    how = PLACED[case]
+    return matrices() if how is None else placed(init_device_mesh("cpu", how[0]), how[1])
+
+
+def placed_like(grad: Tensor, param: Tensor) -> Tensor:
+    return distribute_tensor(grad, param.device_mesh, param.placements) if isinstance(param, DTensor) else grad
+
+
 def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], num_steps: int = 3) -> None:
     for step in range(num_steps):
         for param, grad in zip(params, gradients(step)):
-            if isinstance(param, DTensor):
-                grad = distribute_tensor(grad, param.device_mesh, param.placements)
-            param.grad = grad
+            param.grad = placed_like(grad, param)
         optimizer.step()
 
 
@@ -57,20 +75,11 @@ SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.2, "n
 @on_four_ranks
 @pytest.mark.parametrize("settings", [{}, {**SETTINGS, "adjust_lr_fn": "match_rms_adamw"}], ids=["", "settings"])
 @pytest.mark.parametrize("bucket", [owners._BUCKET_ELEMENTS, 1])
-@pytest.mark.parametrize("case", ["rows", "columns", "replicas", "tensor parallel", "replicated", "plain"])
+@pytest.mark.parametrize("case", PLACED)
 def test_numbers_are_those_of_torch_on_unsharded_matrices(case: str, bucket: int, settings: dict[str, Any]) -> None:
     """To the bit: the parts of a matrix are put together before anything but elementwise ops is done with them."""
     owners._BUCKET_ELEMENTS, before = bucket, owners._BUCKET_ELEMENTS
-    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    ours = {
-        "rows": lambda: placed(line, [Shard(0)]),
-        "columns": lambda: placed(line, [Shard(1)]),
-        "replicas": lambda: placed(square, [Replicate(), Shard(0)]),
-        "tensor parallel": lambda: placed(square, [Shard(0), Shard(1)]),
-        "replicated": lambda: placed(line, [Replicate()]),
-        "plain": matrices,
-    }[case]()
-    theirs = matrices()
+    ours, theirs = matrices_on(case), matrices()
     train(Muon(ours, **settings), ours)
     train(torch.optim.Muon(theirs, **settings), theirs)
     owners._BUCKET_ELEMENTS = before

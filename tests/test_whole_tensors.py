@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.optim import Adafactor
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -33,7 +33,7 @@ from tests.models import Stack, shard, twins
 from tests.on_ranks import on_four_ranks, on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import Wire
-from tests.test_muon import matrices, placed, train
+from tests.test_muon import PLACED, matrices, matrices_on, placed, placed_like, train
 
 CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SOAP": partial(SOAP, lr=0.01, precondition_frequency=2),
@@ -45,21 +45,12 @@ CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @on_four_ranks
 @pytest.mark.parametrize("bucket", [owners._BUCKET_ELEMENTS, 1])
-@pytest.mark.parametrize("case", ["rows", "columns", "replicas", "tensor parallel", "replicated", "plain"])
+@pytest.mark.parametrize("case", PLACED)
 def test_numbers_are_those_of_the_class_on_unsharded_tensors(case: str, bucket: int) -> None:
     """To the bit."""
     owners._BUCKET_ELEMENTS, before = bucket, owners._BUCKET_ELEMENTS
-    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     for name, make in CLASSES.items():
-        ours = {
-            "rows": lambda: placed(line, [Shard(0)]),
-            "columns": lambda: placed(line, [Shard(1)]),
-            "replicas": lambda: placed(square, [Replicate(), Shard(0)]),
-            "tensor parallel": lambda: placed(square, [Shard(0), Shard(1)]),
-            "replicated": lambda: placed(line, [Replicate()]),
-            "plain": matrices,
-        }[case]()
-        theirs = matrices()
+        ours, theirs = matrices_on(case), matrices()
         train(WholeTensorOptimizer(ours, make), ours, 5)
         train(make(theirs), theirs, 5)
         for mine, other in zip(ours, theirs):
@@ -109,10 +100,6 @@ def test_groups_schedules_closures_other_dtypes_and_steps_without_some_gradients
         }
 
 
-def placed_like(grad: Tensor, param: Tensor) -> Tensor:
-    return distribute_tensor(grad, param.device_mesh, param.placements) if isinstance(param, DTensor) else grad
-
-
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module, other: Any, steps: range) -> None:
     """On both, with gradients of the sharded one: a preconditioner makes much of the last bit."""
     for step in steps:
@@ -146,7 +133,7 @@ WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def _soap(sharded: bool, mesh: Any = None) -> Any:
-    """A model and its optimizer."""
+    """Return a model and its optimizer, on ranks or on this process alone."""
     torch.manual_seed(0)
     model = Stack(1)
     if sharded:
@@ -156,7 +143,7 @@ def _soap(sharded: bool, mesh: Any = None) -> Any:
 
 
 def _give_gradients(step: int, *models: nn.Module) -> None:
-    """Equal ones to all, whatever their number of ranks."""
+    """Give each model the same full gradients; they do not depend on the number of ranks."""
     for params in zip(*(model.parameters() for model in models)):
         generator = torch.Generator().manual_seed(1000 * step + params[0].numel())
         grad = torch.randn(params[0].shape, generator=generator)

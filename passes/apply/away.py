@@ -1,4 +1,4 @@
-"""Keep activations in the host's memory from forward to backward: those of the matrices in ``plan.offload``.
+"""Keep the activations of the matrices in ``plan.offload`` in the host's memory from forward to backward.
 
     joint graph                 after                            forward                     backward
     u = mm(x, w)                u = mm(x, w)                     u = mm(x, w)                l = launch_to_device(h)
@@ -8,9 +8,9 @@
                                 gu = gelu_backward(gy, v)        return y, h
 
 The partitioner has to save ``h``, and backward has to make ``v`` of it, so whatever backward computes again is computed
-of ``v``. In forward ``v`` is ``u``. Copied is what forward would save otherwise: a cut of a copy of the graph tells.
-But not what forward returns, since its caller holds that in any case, what inputs and parameters bring, and what is
-small. ``overlap`` moves the copies.
+of ``v``. In forward ``v`` is ``u``. The pass copies what forward would save otherwise, which a cut of a copy of the
+graph tells. It does not copy what forward returns, since the caller holds that in any case, nor what inputs and
+parameters bring, nor what is small. ``overlap`` moves the copies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .. import _torch_compat as compat
 from ..cost.memory import ACTIVATION, OTHER, kinds_of, results_of
 from ..ir.aliases import Storage, hint, is_view, storages_of
 from ..ir.meta import OFFLOADED, ROLE, Role, tag
-from ..ir.nodes import closure, emit
+from ..ir.nodes import closure, emit, tangents_of
 from ..ir.plan import Plan
 from ..ir.provenance import Marker
 from ..schedule.activations import matrices_of
@@ -45,10 +45,11 @@ def may_be_away(graph: fx.Graph, plan: Plan) -> dict[fx.Node, Marker]:
 
 def send_away(graph: fx.Graph, matrices: Mapping[fx.Node, Marker]) -> int:
     """Have those of these nodes that forward saves be saved on the host; return how many forward copies."""
-    tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
-    of_backward = closure(tangents, lambda node: node.users)
+    if not matrices:
+        return 0
+    of_backward = closure(tangents_of(graph), lambda node: node.users)
     sent = 0
-    for node in saved_activations(graph) if matrices else ():
+    for node in saved_activations(graph):
         if node not in matrices:
             continue
         matrix, value = matrices[node], node.meta["val"]
@@ -105,9 +106,7 @@ def _with_tensor(node: fx.Node, place: int) -> fx.Node | None:
 
 def num_forward_results(joint: fx.Graph) -> int:
     """Return how many results of a joint graph are its forward's; the gradients of inputs follow, one for each."""
-    inputs = joint.find_nodes(op="placeholder")
-    tangents = [node for node in inputs if node.name.startswith("tangents")]
-    results = results_of(joint)
+    inputs, tangents, results = joint.find_nodes(op="placeholder"), tangents_of(joint), results_of(joint)
     num_results = len(results) - (len(inputs) - len(tangents))
     of_backward = closure(tangents, lambda node: node.users)
     if num_results < 0 or any(one in of_backward for one in results[:num_results]):

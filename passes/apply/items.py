@@ -119,7 +119,10 @@ class Items:
         return needs
 
     def _follow_reductions(self) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, fx.Node]]:
-        """Return what follows each reduction (wait, divisions, slices), and the second launch of a bucket with two."""
+        """Return the nodes behind each reduction (its wait, divisions, slices), and the second launches of buckets.
+
+        A bucket that is summed over replicas is launched twice.
+        """
         epilogues: dict[fx.Node, list[fx.Node]] = {launch: [] for launch in self.reductions}
         seconds: dict[fx.Node, fx.Node] = {}
         owner: dict[fx.Node, fx.Node] = {}

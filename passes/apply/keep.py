@@ -26,7 +26,7 @@ from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.effects import read_what_is_written
 from ..ir.meta import SHARED, STEP, tag
-from ..ir.nodes import closure, emit, views_of
+from ..ir.nodes import closure, emit, tangents_of, views_of
 from ..ir.plan import Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from ..schedule.structure import Structure, made_of_weights, structure_of
@@ -74,8 +74,7 @@ def _save_shards_made_here(graph: fx.Graph, unshards: Iterable[Marker]) -> None:
 def make_again(graph: fx.Graph, taken: list[fx.Node]) -> None:
     """Tag likewise what a graph makes of full parameters that it takes, which its caller gathers again for backward."""
     if taken:
-        tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
-        made, _ = made_of_weights(graph, set(taken), closure(tangents, lambda node: node.users))
+        made, _ = made_of_weights(graph, set(taken), closure(tangents_of(graph), lambda node: node.users))
         for node in made:
             if node.op != "placeholder":
                 tag(node, CheckpointPolicy.MUST_RECOMPUTE)

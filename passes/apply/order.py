@@ -31,8 +31,8 @@ from ..cost.fusion import computes_inputs
 from ..cost.roofline import is_product
 from ..ir.aliases import base_of, inputs_of, is_free
 from ..ir.meta import LARGE_END, ROLE
-from ..wire.collectives import c10d, is_launch, wait_tensor
-from ..wire.copies import is_copy
+from ..wire.collectives import c10d, wait_tensor
+from ..wire.copies import is_awaited
 from ..wire.ledger import begin
 from ..wire.spec import define_op
 
@@ -77,7 +77,7 @@ def _is_kept(node: fx.Node) -> bool:
 
 def _communicates(node: fx.Node) -> bool:
     """Whether a node is a launch or a wait, ours or a user's: ranks that share a group must launch in one order."""
-    is_ours = is_launch(node) or is_copy(node) or node.target is wait_tensor
+    is_ours = is_awaited(node) or node.target is wait_tensor
     return is_ours or getattr(node.target, "namespace", "") == c10d.name
 
 

@@ -116,8 +116,9 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
     reduced = sorted(one.fqn for one in find_reduces(graph))
     about = f"{budget_id} {hashlib.sha256(repr(reduced).encode()).hexdigest()[:16]}"
     decision = settled.decision(about, names, ranks, lambda rank: _decide(budget, graph, rank))
-    its = decision
-    plan = plan_keeping(graph, its.keep, its.recompute, its.slices, its.lookahead, its.offload)
+    plan = plan_keeping(
+        graph, decision.keep, decision.recompute, decision.slices, decision.lookahead, decision.offload
+    )
     return dataclasses.replace(plan, choice=decision.choice)
 
 

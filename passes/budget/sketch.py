@@ -101,12 +101,15 @@ class Sketch:
         for node in trial.forward.graph.nodes:
             if node.name in may_be_saved and node.name in self._by_name:
                 self._held_for[self._by_name[node.name]] = storages[node]
-        may_leave = those_that_may_leave(trial.forward.graph, trial.num_results)
         self._unit_of = {one.fqn: one.unit for one in trial.uses.forward}
-        self.leaving: dict[fx.Node, str] = {}  # what backward is given and may be on the host, with its matrix
-        for node, held in self._held_for.items():
-            if matrices and held and may_leave.issuperset(held) and held[0].node.name in matrices:
-                self.leaving[node] = matrices[held[0].node.name]
+        self.leaving = self._leaving(matrices) if matrices else {}
+
+    def _leaving(self, matrices: Mapping[str, str]) -> dict[fx.Node, str]:
+        """Return what backward is given and may be on the host, with its matrix."""
+        may_leave = those_that_may_leave(self._trial.forward.graph, self._trial.num_results)
+        held = {node: storages for node, storages in self._held_for.items() if storages and may_leave >= {*storages}}
+        names = {node: storages[0].node.name for node, storages in held.items()}
+        return {node: matrices[name] for node, name in names.items() if name in matrices}
 
     def held_for(self, node: fx.Node) -> tuple[Storage, ...]:
         """Return what forward holds for a node of backward."""

@@ -91,7 +91,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Figures:
-    """The prediction of one step."""
+    """The peak and the seconds of a step, as a trial or a sketch predicts them."""
 
     kept: frozenset[str]
     recomputed: frozenset[str]

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Leaving(Generic[T]):
-    """One activation in one half of a step."""
+    """An activation that is on the host between its last use in forward and its first use in backward."""
 
     key: T
     unit: str

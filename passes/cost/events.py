@@ -19,7 +19,7 @@ from ..ir.aliases import base_of, inputs_of, tensor_bytes, tensors_of
 from ..ir.meta import ROLE
 from ..ir.provenance import has_markers
 from ..wire.collectives import is_launch, is_wait
-from ..wire.copies import is_copy, launch_to_device, to_host, wait_for_copies
+from ..wire.copies import is_awaited, is_copy, launch_to_device, to_host, wait_for_copies
 from ..wire.streams import TO_DEVICE, TO_HOST
 from .memory import GraphMemory, own_and_callers
 from .profiles import HardwareProfile
@@ -71,7 +71,7 @@ def events_of(
             copy_s = copy_seconds(sum(map(tensor_bytes, tensors_of(node))), profile)
             events.append(Launch(node.name, copy_s, lane, *held, needs=_needs(node)))
             beside += [node.name] if _is_beside(node) else []
-        elif is_wait(node) and isinstance(source, fx.Node) and (is_launch(source) or is_copy(source)):
+        elif is_wait(node) and isinstance(source, fx.Node) and is_awaited(source):
             events.append(Wait(source.name, *held))
         elif node.target is wait_for_copies and beside:
             *others, last = beside
@@ -129,7 +129,7 @@ def _needs(launch: fx.Node) -> tuple[str, ...]:
         if node in seen or node.op != "call_function":
             continue
         seen.add(node)
-        if is_launch(node) or is_copy(node):
+        if is_awaited(node):
             found[node.name] = None
         elif ROLE in node.meta:
             work.extend(base_of(source) for source in inputs_of(node))

@@ -18,8 +18,7 @@ from torch import fx
 from .. import _torch_compat as compat
 from ..ir.aliases import base_of, inputs_of, is_free, is_view, tensors_of
 from ..ir.nodes import CASTS, LOOKUPS, readers_of
-from ..wire.collectives import is_launch
-from ..wire.copies import is_copy
+from ..wire.copies import is_awaited
 
 aten = torch.ops.aten
 
@@ -93,7 +92,7 @@ def kernels_of(graph: fx.Graph, away: Collection[fx.Node] | None = None) -> list
             far |= far_behind[source]
             if not is_free(source) and not computes_inputs(source):
                 far |= behind[source]
-        if not is_free(node) and not is_launch(node) and not is_copy(node):
+        if not is_free(node) and not is_awaited(node):
             sources = dict.fromkeys(map(base_of, inputs_of(node)))
             parts = dict.fromkeys(part for source in sources if source in away for part in computed[source])
             computed[node] = [*parts, node]

@@ -27,8 +27,8 @@ from torch import fx
 from ..ir import markers
 from ..ir.aliases import HOST, Storage, storages_of, tensors_of
 from ..ir.meta import ROLE, works_for
-from ..wire.collectives import is_launch, is_wait
-from ..wire.copies import is_copy
+from ..wire.collectives import is_wait
+from ..wire.copies import is_awaited
 from .fusion import fused_away, is_pointwise
 
 SHARD = "parameter shard"
@@ -294,7 +294,7 @@ def lives_of(
             for storage in reads[node]:
                 fits = storage.num_bytes == storages[node][0].num_bytes and last[storage] == position
                 is_own = storage.node.op == "call_function" and storage not in inputs
-                if fits and is_own and not is_launch(storage.node) and not is_copy(storage.node):
+                if fits and is_own and not is_awaited(storage.node):
                     last[storage] = position - 1
                     break
     devices = {storage.device for storage in first}
@@ -307,7 +307,7 @@ def _needed_by(node: fx.Node, storages: dict[fx.Node, tuple[Storage, ...]]) -> I
     if is_wait(node):
         launch = node.args[0]
         assert isinstance(launch, fx.Node)
-        if is_launch(launch) or is_copy(launch):  # until the wait, the launch still reads its inputs
+        if is_awaited(launch):  # until the wait, the launch still reads its inputs
             yield from (storage for source in launch.all_input_nodes for storage in storages[source])
 
 

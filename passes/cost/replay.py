@@ -143,7 +143,7 @@ class Timeline:
 
 @dataclass
 class Lanes:
-    """When each lane is free, in the middle of a replay that tells seconds and nothing else."""
+    """When each lane is free, in the middle of a replay."""
 
     now_s: float = 0.0  # computation
     groups: dict[str, float] = field(default_factory=dict)
@@ -153,8 +153,9 @@ class Lanes:
     def copy(self) -> Lanes:
         return Lanes(self.now_s, dict(self.groups), dict(self.ends), self.slowing)
 
-    def run(self, event: Event) -> None:
-        """Run one event."""
+    def run(self, event: Event) -> float:
+        """Run one event, and return when it begins."""
+        start_s = self.now_s
         if isinstance(event, Compute):
             self.slowing = tuple(one for one in self.slowing if one[1] > self.now_s)
             self.now_s = _advance(self.now_s, event.seconds, self.slowing)
@@ -165,6 +166,7 @@ class Lanes:
                 self.slowing += ((start_s, start_s + event.seconds, event.slows_compute),)
         else:
             self.now_s = max([self.now_s, *(self.ends.pop(name) for name in (event.name, *event.others))])
+        return start_s
 
     def is_like(self, other: Lanes) -> bool:
         """Whether what comes takes as long from here as from another state, down to a picosecond."""
@@ -183,54 +185,46 @@ class Lanes:
 def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     """Replay the events, with ``held_bytes`` alive throughout; raise ValueError for an order that cannot be."""
     events = list(events)
-    now_s = compute_s = copy_s = 0.0
+    lanes, compute_s, copy_s = Lanes(), 0.0, 0.0
     compute: list[Span] = []
-    lanes: dict[str, list[Span]] = {}
+    groups: dict[str, list[Span]] = {}
     flights: dict[str, Flight] = {}
-    slowing: list[Flight] = []
     exposed: list[Flight] = []
     ran: dict[str, int] = {}  # places of computes, and of the waits for collectives
     stood: set[int] = set()  # places of waits that took time
     memory = _Memory(held_bytes)
     for place, event in enumerate(events):
-        memory.begin(event, now_s)
+        memory.begin(event, lanes.now_s)
         if isinstance(event, Compute):
             _require_seconds(event.name, event.seconds)
             if event.name in ran or event.name in flights:
                 what = "is the name of a compute and of a collective" if event.name in flights else "stands twice"
                 raise ValueError(f"{event.name} {what} in the events. Give each a name of its own.")
-            slowing = [one for one in slowing if one.end_s > now_s]
-            end_s = _advance(
-                now_s, event.seconds, [(one.start_s, one.end_s, one.launch.slows_compute) for one in slowing]
-            )
-            compute.append(Span(event.name, now_s, end_s))
-            compute_s += end_s - now_s
-            copy_s += end_s - now_s if event.is_copy else 0.0
-            now_s = end_s
+            span = Span(event.name, lanes.run(event), lanes.now_s)
+            compute.append(span)
+            compute_s += span.end_s - span.start_s
+            copy_s += span.end_s - span.start_s if event.is_copy else 0.0
             ran[event.name] = place
         elif isinstance(event, Launch):
             _require_launch(event, flights, ran)
-            lane = lanes.setdefault(event.group, [])
-            start_s = max([now_s, *[span.end_s for span in lane[-1:]]])
-            behind = lane[-1].name if start_s > now_s else ""
-            lane.append(Span(event.name, start_s, start_s + event.seconds))
-            flight = Flight(event, place, now_s, start_s, start_s + event.seconds, behind, compute_s)
-            flights[event.name] = flight
-            if event.slows_compute > 0:
-                slowing.append(flight)
+            lane = groups.setdefault(event.group, [])
+            span = Span(event.name, lanes.run(event), lanes.ends[event.name])
+            behind = lane[-1].name if span.start_s > lanes.now_s else ""
+            lane.append(span)
+            flights[event.name] = Flight(event, place, lanes.now_s, span.start_s, span.end_s, behind, compute_s)
         else:
             if event.name not in flights:
                 raise ValueError(f"The events wait for {event.name}, which nothing launched before. Move the wait.")
             flight = flights[event.name]
             if flight.waited:
                 raise ValueError(f"The events wait for {event.name} twice. Take the second wait out.")
-            flight.waited, flight.waited_s, flight.beside_s = True, now_s, compute_s - flight.computed_s
-            if flight.end_s > now_s:
-                flight.exposed_s = flight.end_s - now_s
+            waited_s = lanes.run(event)
+            flight.waited, flight.waited_s, flight.beside_s = True, waited_s, compute_s - flight.computed_s
+            if flight.end_s > waited_s:
+                flight.exposed_s = flight.end_s - waited_s
                 flight.reason, flight.detail = _why_exposed(flight, events, ran, stood)
                 exposed.append(flight)
                 stood.add(place)
-                now_s = flight.end_s
             ran[event.name] = place
             for name in event.others:
                 flights[name].waited = True
@@ -239,7 +233,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
         if not flight.waited:
             raise ValueError(f"{name} is launched, and nothing waits for it. Add a wait for {name}.")
     return Timeline(
-        now_s, compute_s, copy_s, tuple(compute), {group: tuple(spans) for group, spans in lanes.items()},
+        lanes.now_s, compute_s, copy_s, tuple(compute), {group: tuple(spans) for group, spans in groups.items()},
         tuple(exposed), tuple(memory.points), flights,
     )  # fmt: skip
 

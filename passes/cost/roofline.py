@@ -27,7 +27,7 @@ from .. import _torch_compat as compat
 from ..ir.aliases import base_of, elements, hint, inputs_of, is_free, tensor_bytes, tensors_of
 from ..ir.nodes import LOOKUPS
 from ..wire.collectives import KIND_OF, is_launch
-from ..wire.copies import is_copy, to_device, to_host
+from ..wire.copies import is_awaited, to_device, to_host
 from ..wire.lower import gather_offloaded
 from .fusion import kernels_of
 from .profiles import KINDS, HardwareProfile, Link
@@ -199,7 +199,7 @@ def slowdown(group: Group, profile: HardwareProfile) -> float:
 
 def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:
     """Return the seconds of one node as a kernel of its own; 0 for collectives, copies and their waits."""
-    if is_free(node) or is_launch(node) or is_copy(node):
+    if is_free(node) or is_awaited(node):
         return 0.0
     num_bytes = sum(map(tensor_bytes, tensors_of(node))) + sum(_read(node, source) for source in inputs_of(node))
     return profile.kernel_s + _roofline(node, num_bytes, profile)

@@ -33,6 +33,11 @@ VIEWS = (
 LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default)
 
 
+def tangents_of(graph: fx.Graph) -> list[fx.Node]:
+    """Return the gradients of results that a graph takes: all that depends on them is backward."""
+    return [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+
+
 def is_size(node: fx.Node) -> bool:
     """Whether a node computes a number."""
     return isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))

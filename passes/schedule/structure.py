@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.meta import AC_GRAPH_ID
-from ..ir.nodes import aten, can_be_done_again, closure, is_elementwise, is_random, is_size, passes_on
+from ..ir.nodes import aten, can_be_done_again, closure, is_elementwise, is_random, is_size, passes_on, tangents_of
 from ..ir.provenance import Marker, find_reduces, find_unshards, unshard_nodes, whole_of
 from .slices import is_sliced
 from .uses import by_unit, units_around
@@ -67,8 +67,7 @@ class Structure:
 def structure_of(graph: fx.Graph) -> Structure:
     """Find out which weights backward gathers again: a function of the graph's edges, and of no activation's size."""
     place = {node: index for index, node in enumerate(graph.nodes)}
-    tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
-    fed = closure(tangents, lambda node: node.users)
+    fed = closure(tangents_of(graph), lambda node: node.users)
     # And what custom functions compute in their backward besides.
     backward = fed | {one for one in graph.nodes if compat.is_of_backward(one) and one.target is not markers.unshard}
     backward = closure(backward, lambda node: node.users)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def begins_of(uses: Iterable[tuple[str, int]]) -> list[int]:
-    """Return where units begin: at the first place where one of their parameters or activations is used."""
+    """Return the places where units begin: a unit begins where it first uses a parameter or an activation."""
     begins: dict[str, int] = {}
     for unit, place in uses:
         begins[unit] = min(place, begins.get(unit, place))

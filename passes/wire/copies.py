@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from .._torch_compat import kernels as kernels_compat
 from . import streams
+from .collectives import is_launch
 from .spec import define_op
 
 
@@ -94,6 +95,11 @@ launch_to_device = define_op(
 def is_copy(node: fx.Node) -> bool:
     """Whether a node launches the copy of an activation, which ``wait_tensor`` waits for."""
     return node.target in (launch_to_host, launch_to_device)
+
+
+def is_awaited(node: fx.Node) -> bool:
+    """Whether a node starts a collective or a copy, which goes on beside compute until ``wait_tensor`` waits for it."""
+    return is_launch(node) or is_copy(node)
 
 
 def is_on_host(node: fx.Node) -> bool:
