@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from rich import box
@@ -25,8 +23,7 @@ from fsdp_compile.forecast.forecast import Configuration, Forecast, Hardware, Pl
 from fsdp_compile.forecast.joint import FULL, NONE
 from fsdp_compile.forecast.sweep import forecast_of
 from fsdp_compile.forecast.target import find_target
-from fsdp_compile.passes import ParamSpec, load_profile
-from fsdp_compile.passes.schedule import buckets
+from fsdp_compile.passes import load_profile
 from fsdp_compile.passes.wire import layout
 
 _CONFIGS = Path(__file__).parent.parent / "examples" / "plan"
@@ -78,14 +75,8 @@ def forecast(row: Row) -> Forecast:
 
 @contextlib.contextmanager
 def fsdp2() -> Iterator[None]:
-    """Have a unit packed into one bucket, its embedding as well."""
-
-    def key(of: Callable[[ParamSpec], tuple[object, ...]]) -> Any:
-        return lambda spec: of(dataclasses.replace(spec, is_table=False))
-
-    keys = {"gather_key": key(buckets.gather_key), "reduce_key": key(buckets.reduce_key)}
-    limits = mock.patch.dict(layout._LIMITS, nccl=(_EVERYTHING, 0, 1, 0))
-    with mock.patch.multiple(buckets, **keys), mock.patch.object(layout, "_PACK", {"nccl"}), limits:
+    """Have a unit packed into one bucket."""
+    with mock.patch.object(layout, "_PACK", {"nccl"}), mock.patch.dict(layout._LIMITS, nccl=(_EVERYTHING, 0, 1, 0)):
         yield
 
 

@@ -47,7 +47,7 @@ def test_small_units_travel_together_but_for_what_nothing_hides_and_large_ones_d
     assert max(sizes.values()) <= 15 * KIB
     assert len(units_of(apart.backward)) > len(units_of(plan.backward))
     reduces = [unit.split(":")[1] for unit in units_of(plan.backward, "reduces")]
-    assert reduces == ["", "layers.3", "layers.2 to layers.0", ""]  # nothing hides the last one, so it is a unit alone
+    assert reduces == ["layers.3", "layers.2 to layers.0", ""]  # nothing hides the last one, so it is a unit alone
     assert {*apart.regather} == {*plan.regather} and apart.again == plan.again
     monkeypatch.setattr(layout, "_LIMITS", together(4))
     large = planned(model)
@@ -64,14 +64,14 @@ def test_reductions_do_not_wait_for_the_last_gradient_of_a_unit_that_has_its_fir
     # The root would fit beside three of the layers, whose gradients come soon after that of its head.
     monkeypatch.setattr(layout, "_LIMITS", together(20 * KIB))
     reduces = planned(model).backward.reduces  # type: ignore[union-attr]
-    assert [bucket.unit.split(":")[1] for bucket in reduces] == ["", "layers.3 to layers.0", ""]
-    assert reduces[-1].fqns == ("embed.weight",)
+    assert [bucket.unit.split(":")[1] for bucket in reduces] == ["layers.3 to layers.0", ""]
+    assert {"embed.weight", "head.weight"} <= {*reduces[-1].fqns}
 
 
 def test_members_of_a_unit_stand_together_in_the_order_of_the_model(fake_group_of_four: None) -> None:
     model = shard(Stack(3), reshard_after_forward=True)
     configure(model, bucketing="neighbours")
-    _, everything = [bucket.fqns for bucket in planned(model).forward.gathers]  # type: ignore[union-attr]
+    [everything] = [bucket.fqns for bucket in planned(model).forward.gathers]  # type: ignore[union-attr]
     assert [fqn.split(".")[1] for fqn in everything if fqn.startswith("layers")] == [*"000000111111222222"]
 
 
@@ -80,7 +80,7 @@ def test_who_did_not_ask_travels_alone(fake_group_of_four: None) -> None:
     configure(model.layers[0], bucketing="neighbours")
     configure(model.layers[1], bucketing="neighbours")
     assert [bucket.unit.split(":")[1] for bucket in planned(model).forward.gathers] == [  # type: ignore[union-attr]
-        "", "layers.0 to layers.1", "layers.2", ""
+        "", "layers.0 to layers.1", "layers.2"
     ]  # fmt: skip
 
 

@@ -40,9 +40,8 @@ def configure(
 
     **bucketing** ``"size"`` (default) merges small parameters of a unit and lets large ones travel alone, by constants
     for each backend; ``"neighbours"`` merges small units as well, which are then gathered, kept and freed as one;
-    ``"group"`` makes one bucket per unit, as FSDP2 does; ``"none"`` one collective per parameter. The weights of
-    ``nn.Embedding`` travel apart from other parameters: backward does not gather them again, and has their gradients
-    last. Blocks that are compiled one by one, and the eager path, have no neighbours to merge.
+    ``"group"`` makes one bucket per unit, as FSDP2 does; ``"none"`` one collective per parameter. Blocks that are
+    compiled one by one, and the eager path, have no neighbours to merge.
 
     **reduction** is ``"reduce_scatter"``, or ``"all_to_all"`` followed by a sum, which the CPU computes in rank order;
     ``"auto"`` (default) takes the second on gloo, whose reduce-scatter moves every byte twice.

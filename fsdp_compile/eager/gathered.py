@@ -79,7 +79,7 @@ class Gathered:
             )
         self.index = {param.fqn: index for index, param in enumerate(self.params)}
         # All of the unit's buckets in the order of forward, and the one of each parameter.
-        self.buckets = self._split()
+        self.buckets = self._split(range(len(self.params)))
         self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
         # Backward does not gather these again: autograd saves the rows' numbers, or holds the table itself.
         self.tables = {index for index, spec in enumerate(self.specs) if spec.is_table}
@@ -88,6 +88,8 @@ class Gathered:
         self._memory: dict[int, Memory] = {}  # by index; a parameter with an extension has its own
         self._in_flight: list[Flight] = []
         self._versions: list[int] = []
+        # The parameters that a call gathered, and the buckets in which its backward gathers them again.
+        self._again: tuple[frozenset[int], list[Bucket]] = (frozenset(), [])
         # The parameters that a call read, and the buckets of their gradients.
         self._together: tuple[frozenset[int], list[frozenset[int]]] = (frozenset(), [])
         # Addresses, when gathered, of shards that one rank holds whole: the full parameter may be the shard itself.
@@ -144,15 +146,18 @@ class Gathered:
 
     def gathered_again(self, reached: Collection[int]) -> list[Bucket]:
         """Return the buckets that backward gathers, of the parameters that a forward gathered, in its order."""
-        return [one for one in reversed(self.buckets) if one[0] in reached and one[0] not in self.tables]
+        asked = frozenset(reached)
+        if asked != self._again[0]:
+            self._again = asked, self._split(sorted(asked - self.tables))[::-1]
+        return self._again[1]
 
-    def _split(self) -> list[Bucket]:
-        """Return the unit's buckets; parameters with an extension travel alone, behind the others."""
-        plain = [index for index in range(len(self.specs)) if index not in self._extensions]
+    def _split(self, indices: Sequence[int]) -> list[Bucket]:
+        """Return the buckets of these parameters; those with an extension travel alone, behind the others."""
+        plain = [index for index in indices if index not in self._extensions]
         buckets: list[Bucket] = [
             [plain[place] for place in bucket] for bucket in gather_buckets([self.specs[index] for index in plain])
         ]
-        return buckets + [[index] for index in self._extensions]
+        return buckets + [[index] for index in indices if index in self._extensions]
 
     def launch(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Start the all-gathers of these buckets, or of all, but for what is in flight or gathered."""

@@ -8,8 +8,7 @@
 A unit's buckets stand in one order. Forward gathers them from the first to the last, backward gathers them again and
 reduces their gradients from the last to the first. So each path knows the order of a unit's collectives without knowing
 what the unit computes: small parameters are norms and biases, of which a block's forward needs one at once, and of
-which its backward has the last gradient at the end. Tables of embeddings travel apart from other parameters: backward
-does not gather them again, and has their gradients last.
+which its backward has the last gradient at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def reduce_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
 
 def gather_key(spec: ParamSpec) -> tuple[object, ...]:
     """Return what the members of one all-gather must have in common."""
-    return (spec.group, spec.num_shards, spec.dtype, spec.bucketing, spec.is_table)
+    return (spec.group, spec.num_shards, spec.dtype, spec.bucketing)
 
 
 def reduce_key(spec: ParamSpec) -> tuple[object, ...]:
@@ -40,7 +39,7 @@ def reduce_key(spec: ParamSpec) -> tuple[object, ...]:
     ranks = (spec.group, spec.num_shards, spec.replicate_group, spec.num_replicas)
     # An offloaded bucket is copied to the CPU as one tensor, so its gradients share a dtype.
     copied = (spec.device, spec.grad_dtype) if spec.device else ()
-    return (*ranks, spec.reduce_dtype, *divisors, spec.bucketing, spec.is_table, *copied)
+    return (*ranks, spec.reduce_dtype, *divisors, spec.bucketing, *copied)
 
 
 def _split(
