@@ -45,6 +45,16 @@ def records_now() -> bool:
     return torch.is_grad_enabled() and not in_functorch()
 
 
+def in_checkpoint() -> bool:
+    """Whether code runs in a region that ``torch.utils.checkpoint`` will run once more in backward.
+
+    ``_top_saved_tensors_default_hooks``: 2.11 to 2.15. A reentrant region runs under ``no_grad``, and backward calls
+    its modules anew.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def apply_recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call ``function.apply`` so that it is recorded by autograd and not transformed, wherever the call is."""
     if records_now():

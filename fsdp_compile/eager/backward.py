@@ -43,18 +43,18 @@ def enter_backward(call: Call) -> None:
         run.in_backward.add(call)
     if not settings.unshard_in_backward:
         return
-    call.gathered.wait(call.gathered.gathered_again(call.reached))
+    call.gathered.wait(call.again())
     if not is_first:
         return  # another output: the units before this one may be done by now
     if settings.backward_prefetch:
         for target in map(running, settings.backward_prefetch):
             iteration.touched.setdefault(target)
             ahead = target.current()
-            ahead.launch(ahead.gathered_again(range(len(ahead.shards))))
+            ahead.launch(ahead.gathered_again({*range(len(ahead.shards))} - ahead.tables))
     else:
         coming = iteration.comes_after(call)
         if coming is not None and coming.unit.settings.unshard_in_backward:
-            coming.gathered.launch(coming.gathered.gathered_again(coming.reached))
+            coming.gathered.launch(coming.again())
 
 
 def leave_backward(call: Call) -> None:

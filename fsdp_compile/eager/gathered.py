@@ -88,7 +88,7 @@ class Gathered:
         self._memory: dict[int, Memory] = {}  # by index; a parameter with an extension has its own
         self._in_flight: list[Flight] = []
         self._versions: list[int] = []
-        # The parameters that a call gathered, and the buckets in which its backward gathers them again.
+        # The parameters that a backward gathers, and their buckets.
         self._again: tuple[frozenset[int], list[Bucket]] = (frozenset(), [])
         # The parameters that a call read, and the buckets of their gradients.
         self._together: tuple[frozenset[int], list[frozenset[int]]] = (frozenset(), [])
@@ -144,11 +144,11 @@ class Gathered:
             self._together = asked, [frozenset(indices[place] for place in bucket) for bucket in reversed(buckets)]
         return self._together[1]
 
-    def gathered_again(self, reached: Collection[int]) -> list[Bucket]:
-        """Return the buckets that backward gathers, of the parameters that a forward gathered, in its order."""
-        asked = frozenset(reached)
+    def gathered_again(self, indices: Collection[int]) -> list[Bucket]:
+        """Return the buckets of the parameters that a backward gathers, in its order."""
+        asked = frozenset(indices)
         if asked != self._again[0]:
-            self._again = asked, self._split(sorted(asked - self.tables))[::-1]
+            self._again = asked, self._split(sorted(asked))[::-1]
         return self._again[1]
 
     def _split(self, indices: Sequence[int]) -> list[Bucket]:

@@ -108,6 +108,7 @@ class Call:
         self.ends_at_inputs = False
         self.records = autograd.records_now()
         self.was_read = False
+        self.looks_up_again = False  # in a checkpointed region, which backward runs once more
         self.read_frozen = False  # autograd may have saved one, and no gradient is sure to come for it
         # What reads return, by index and whether autograd recorded them. Autograd's nodes refer to the call, so they
         # are kept only while a forward runs.
@@ -121,6 +122,13 @@ class Call:
     @property
     def unit(self) -> Unit:
         return self.run.unit
+
+    def again(self) -> list[Bucket]:
+        """Return the buckets that backward gathers: of what the forward gathered, but for tables.
+
+        Autograd saves the numbers of a table's rows, unless checkpointing looks them up once more.
+        """
+        return self.gathered.gathered_again(self.reached - (set() if self.looks_up_again else self.gathered.tables))
 
     def has_read(self, index: int, recorded: bool, full: Any) -> bool:
         """Return whether ``tensors`` has what a read of this full parameter gives.

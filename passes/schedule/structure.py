@@ -127,6 +127,8 @@ def made_of_weights(
             continue
         reads = node.all_input_nodes
         weights = _weights_read(node, found)
+        if node.target is aten.embedding.default and any(one.kwargs.get("is_table") for one in weights):
+            continue  # its rows are an activation, even those of constant positions
         if weights and node.meta.get("ac_graph_id") == AC_GRAPH_ID:  # of what an extension sent, as ``parts`` saw
             found[node] = weights
             alone.add(node)

@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--backends", nargs="+", default=["aot_eager"])
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
-    parser.add_argument("--mixed", action="store_true", help="ranks run in different modes, in half of the cases")
+    parser.add_argument("--mixed", action="store_true", help="each rank draws its mode; the cases have nothing that docs/ranks-that-differ.md lists")
     args = parser.parse_args()
     crews = Crews()
     failed = False

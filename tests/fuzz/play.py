@@ -106,7 +106,7 @@ def shard(model: Model, case: Case) -> Any:
 
 
 def compiled(model: Any, case: Case, mode: str) -> Callable[..., Any]:
-    if mode in ("whole", "told to run eagerly"):
+    if mode in ("whole", "told to run eagerly", "one recompilation", "from a later step"):
         return torch.compile(model, backend=case.backend)
     if mode == "dynamic":
         return torch.compile(model, backend=case.backend, dynamic=True)
@@ -152,8 +152,11 @@ def play(case: Case) -> str:
     optims = [make([one for one in which.parameters() if one.requires_grad]) for which in (model, reference)]
     within = 8e-2 if case.policy == "bfloat16" else 1e-4
     for number, said in enumerate(case.steps):
-        stance = "force_eager" if mode == "told to run eagerly" and number else "default"
-        with torch.compiler.set_stance(stance):
+        eagerly = mode == ("told to run eagerly" if number else "from a later step")
+        recompiles = contextlib.nullcontext()
+        if mode == "one recompilation":  # each length, and each mode of accumulation, is another graph
+            recompiles = torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False)
+        with torch.compiler.set_stance("force_eager" if eagerly else "default"), recompiles:
             trouble = _step(case, number, said, reference, model, run, within)
         if trouble:
             return trouble
