@@ -63,7 +63,8 @@ def begin_forward(
     if iteration.in_stale_backward():
         recover(unit.root)
     iteration.forward_number += unit.outer is None and iteration.depth == 0
-    call = _call_of_pass(run)
+    call = _call_of(run)
+    call.num_forwards += 1
     iteration.depth += 1
     run.calls.append(call)
     if not reads_are_compiled:
@@ -76,19 +77,24 @@ def begin_forward(
         for target in map(running, unit.settings.forward_prefetch):
             if target is not run:
                 prefetch(target)
-        args, kwargs = end_at_inputs(call, args, kwargs)
+        if call.num_forwards == 1:  # the backward of the first forward is the last
+            args, kwargs = end_at_inputs(call, args, kwargs)
     return call, args, kwargs
 
 
-def _call_of_pass(run: Running) -> Call:
-    """Return a new ``Call`` for a unit of one module; the modules of a larger unit share one."""
+def _call_of(run: Running) -> Call:
+    """Return the ``Call`` that a forward shares with the forward before it, or with other modules of the unit."""
     gathered = run.current()
     gathered.free_if_stale()
-    if len(run.unit.modules) == 1:
-        return Call(run, gathered)
-    if run.pass_call is None or run.pass_call.gathered is not gathered:
-        run.pass_call, run.not_run_yet = Call(run, gathered), set(run.unit.modules)
-    return run.pass_call
+    call = run.shared_call
+    if call is not None and (call.gathered is not gathered or not (run.not_run_yet or gathered.is_full)):
+        call = None
+    run.iteration.end_calls(but=call)
+    if call is None:
+        call = run.shared_call = Call(run, gathered)
+        run.not_run_yet = set(run.unit.modules)
+    call.records |= autograd.records_now()
+    return call
 
 
 def enter(unit: Unit) -> Callable[[], None]:
@@ -112,7 +118,7 @@ def _abandon_forward(run: Running, num_calls: int, depth: int) -> None:
         iteration.depth = depth
         for call in begun:
             call.forget_reads()
-        run.pass_call = None
+        run.shared_call = None
         if not run.calls and run.gathered is not None:
             run.gathered.free()
         if iteration.depth == 0:
@@ -140,33 +146,17 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
         iteration.touched.setdefault(run)
         call.gathered.give_away(tensors)
         _hook_outputs(call, outputs)
+    call.has_outputs |= bool(outputs)
     run.not_run_yet.discard(module)
-    if not run.not_run_yet:
-        _end_pass(call, awaits_backward=bool(outputs))
+    if not run.not_run_yet and call not in run.calls:
+        iteration.has_ended(call)
     if iteration.depth == 0:
-        for one in iteration.end_forward():
-            if one.pass_call is not None:  # some modules of the unit did not run
-                _end_pass(one.pass_call, awaits_backward=bool(outputs))
+        iteration.end_forward()
         for one in iteration.touched:
             # It was prefetched, but this forward did not read it.
             if one.gathered is not None and one.held_call is None:
                 one.gathered.drop()
     return output
-
-
-def _end_pass(call: Call, awaits_backward: bool) -> None:
-    run, unit = call.run, call.unit
-    run.pass_call, run.not_run_yet = None, set()
-    call.forget_reads()
-    if awaits_backward and call.was_read:
-        run.iteration.awaits_backward(call)
-    if run.calls or not call.gathered.is_here or autograd.in_functorch():
-        return  # a transform may run a backward that is not seen here: the next forward frees
-    run.held_call = None
-    if awaits_backward and unit.post_forward is not None:
-        call.gathered.free_but_a_slice()
-    elif unit.regather or not awaits_backward:
-        call.gathered.free()
 
 
 def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:

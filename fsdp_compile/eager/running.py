@@ -1,7 +1,7 @@
 """The state of a step, as far as it runs eagerly. This is data; ``forward``, ``reads`` and ``backward`` change it.
 
     Running       a unit: what is gathered, which of its forwards run, which backward has reached it
-    Call          one forward of a unit: what its reads see, and where its backward is
+    Call          one forward of a unit, or several with no other unit between: what reads see, and where backward is
     Recording     the reads of a call that autograd records, and their gradients until all are there
     Iteration     what the units under one root share: the order in which they ran, and what is in flight
 """
@@ -33,8 +33,9 @@ class Running:
     calls: list[Call] = field(default_factory=list)  # forwards that are running, innermost last
     # The call that reads outside of a forward belong to, between unshard() and reshard().
     held_call: Call | None = None
-    # For a unit of several modules: the call that its modules share, and the modules that have yet to run in it.
-    pass_call: Call | None = None
+    # The call that forwards of the unit share: consecutive ones, and those of its modules if it has several. Some of
+    # these have yet to run in it.
+    shared_call: Call | None = None
     not_run_yet: set[nn.Module] = field(default_factory=set)
     # The forward call whose backward is running: forwards that checkpointing recomputes use it. After a backward that
     # raised, its ``task`` is an old one, and the call is stale.
@@ -64,7 +65,7 @@ class Running:
     def forget(self) -> None:
         """Reset the state to that at the beginning of a step."""
         self.calls.clear()
-        self.held_call = self.pass_call = self.backward_call = self.reduced_in = None
+        self.held_call = self.shared_call = self.backward_call = self.reduced_in = None
         self.in_backward.clear()
         self.not_run_yet.clear()
         self.free()
@@ -91,7 +92,7 @@ def running(unit: Unit) -> Running:
 
 
 class Call:
-    """One forward call of one unit."""
+    """One forward of a unit, and those that follow it with no other unit between: a use, for the schedule."""
 
     def __init__(self, run: Running, gathered: Gathered) -> None:
         self.run = run
@@ -107,7 +108,9 @@ class Call:
         # An autograd node at the inputs tells when backward is through with the unit.
         self.ends_at_inputs = False
         self.records = autograd.records_now()
+        self.num_forwards = 0
         self.was_read = False
+        self.has_outputs = False  # that a gradient may come to
         self.looks_up_again = False  # in a checkpointed region, which backward runs once more
         self.read_frozen = False  # autograd may have saved one, and no gradient is sure to come for it
         # What reads return, by index and whether autograd recorded them. Autograd's nodes refer to the call, so they
@@ -193,6 +196,7 @@ class Iteration:
         # Forward: what the last one gathered, in its order, and what the running one has gathered.
         self._last_forward: list[Turn] = []
         self._this_forward: list[Turn] = []
+        self._ended: list[Call] = []  # forwards of these have ended; their next ones may come without gathering
         self.depth = 0  # unit forwards that run, outside of backward
         self.forward_number = 0  # counts forwards of the root
         self.has_run = False  # the root's forward, eagerly
@@ -220,6 +224,7 @@ class Iteration:
         """Note that a forward needs these buckets now; return what comes with them and after them, as the last time."""
         run, last, this = call.run, self._last_forward, self._this_forward
         self.touched.setdefault(run)
+        self.end_calls()
         if call.unit.comes_in_parts and this and this[-1].run is run:
             this[-1].buckets += buckets
             return []
@@ -227,19 +232,48 @@ class Iteration:
         this.append(Turn(run, weakref.ref(call.gathered), [*buckets]))
         return last[place : place + 2] if place < len(last) and last[place].run is run else []
 
-    def end_forward(self) -> list[Running]:
-        """End the outermost forward; return the units that took part."""
+    def has_ended(self, call: Call) -> None:
+        """Note that a forward of the call has ended. If the unit's next one comes at once, it shares the call."""
+        self._ended.append(call)
+
+    def end_calls(self, but: Call | None = None) -> None:
+        """Free or keep the parameters of calls whose forwards have ended, but for the call that goes on."""
+        ended, self._ended = self._ended, []
+        for call in ended:
+            if call is not but:
+                self._end(call)
+
+    def _end(self, call: Call) -> None:
+        run, unit = call.run, call.unit
+        if run.shared_call is call:
+            run.shared_call, run.not_run_yet = None, set()
+        call.forget_reads()
+        if call.has_outputs and call.was_read:
+            self._awaits_backward(call)
+        if run.calls or not call.gathered.is_here or autograd.in_functorch():
+            return  # a transform may run a backward that is not seen here: the next forward frees
+        run.held_call = None
+        if call.has_outputs and unit.post_forward is not None:
+            call.gathered.free_but_a_slice()
+        elif unit.regather or not call.has_outputs:
+            call.gathered.free()
+
+    def end_forward(self) -> None:
+        """End the outermost forward, and calls of which some modules have not run."""
         self._last_forward, self._this_forward = self._this_forward, []
+        for run in dict.fromkeys(turn.run for turn in self._last_forward):
+            if run.shared_call is not None and run.shared_call not in self._ended:
+                self._ended.append(run.shared_call)
+        self.end_calls()
         self._calls = [reference for reference in self._calls if reference() is not None]
         for place, reference in enumerate(self._calls):
             if (call := reference()) is not None:
                 call.place = place
-        return [turn.run for turn in self._last_forward]
 
     def abandon_forward(self) -> None:
-        self._this_forward = []
+        self._this_forward, self._ended = [], []
 
-    def awaits_backward(self, call: Call) -> None:
+    def _awaits_backward(self, call: Call) -> None:
         call.place = len(self._calls)
         self._calls.append(weakref.ref(call))
 
