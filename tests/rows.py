@@ -49,7 +49,7 @@ ROWS = (
         "list unit that runs in parts",
         (
             "test_settings.py::test_each_call_of_a_member_by_itself_has_a_reduction_of_its_own",
-            "test_settings.py::test_calls_after_the_first_pass_share_a_reduction",
+            "test_settings.py::test_calls_one_after_another_share_a_gather_and_a_reduction",
             "test_settings.py::test_a_member_may_be_skipped",
         ),
         "Head called once a chunk, norm alone, member skipped, nothing left gathered. Differs: within one forward of the root, calls after the first pass share one reduction (FSDP2: one each). Not: casts per member; compiled.",

@@ -28,6 +28,11 @@ def test_compiled_models_train_as_unsharded(crews: Crews) -> None:
 
 
 @pytest.mark.more
+def test_ranks_in_any_mix_of_modes_train_as_unsharded(crews: Crews) -> None:
+    check(crews, cases(ranks=(2, 3), backends=("passes",), mixed=True, most=2), 12)
+
+
+@pytest.mark.more
 def test_models_on_inductor_train_as_unsharded(crews: Crews) -> None:
     """Two of them, since what Inductor adds to those above is its code, which each row of tests/matrix runs."""
     check(crews, cases(ranks=(2,), backends=("inductor",), among=("whole", "blocks"), most=2), 2)

@@ -2,7 +2,7 @@
 
     begin_forward     gather the unit, launch the gather of the unit that comes next; reads give gathered tensors.
                       Of the outermost unit, each read gathers its bucket
-    end_forward       free their storage (or keep it); hook the outputs
+    end_forward       hook the outputs; the storage is freed (or kept) when another unit gathers
     backward reaches the outputs    gather again into the same storage, which the saved tensors alias; launch the next
     all gradients are there         launch their reduction, free; shards get them when the next reduction is launched
     end of backward                 reduce the gradients that are left, free, and wait for the reductions in flight

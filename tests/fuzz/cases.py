@@ -153,12 +153,12 @@ def cases(
 
 def for_any_mix(case: Case) -> Case:
     """Return the case without what docs/ranks-that-differ.md lists: ranks in different modes would part."""
-    plain = {"again_at_end": False, "skipped_in_odd_steps": False, "unused": False, "same_as_first": False}
-    no_units = {"unit": False} if "blocks" in case.modes else {}
+    plain = dict.fromkeys(("again_at_end", "skipped_in_odd_steps", "unused", "same_as_first"), False)
 
-    def without(block: Block, **more: Any) -> Block:
-        inside = tuple(without(one, **no_units) for one in block.inside)
-        return dataclasses.replace(block, inside=inside, tied_to_first=False, breaks=False, **plain, **more)
+    def without(block: Block, is_compiled: bool) -> Block:
+        inside = tuple(without(one, False) for one in block.inside)
+        unit = is_compiled if "blocks" in case.modes else block.unit
+        return dataclasses.replace(block, inside=inside, unit=unit, tied_to_first=False, breaks=False, **plain)
 
-    tied_head = case.tied_head and not case.reshard
-    return dataclasses.replace(case, blocks=tuple(without(one) for one in case.blocks), tied_head=tied_head)
+    blocks = tuple(without(one, is_compiled=True) for one in case.blocks)
+    return dataclasses.replace(case, blocks=blocks, tied_head=case.tied_head and not case.reshard)
