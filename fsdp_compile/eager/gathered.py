@@ -221,6 +221,8 @@ class Gathered:
 
     def drop(self) -> None:
         """Wait for the gathers in flight and discard what they gathered, as if they had not been launched."""
+        if not self._in_flight:
+            return
         in_flight, self._in_flight = self._in_flight, []
         with without_autograd():
             for flight in in_flight:
