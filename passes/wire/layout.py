@@ -78,8 +78,8 @@ class BucketLimits:
 # gloo packs buckets, so small is what is copied in the time that merging saves: about 0.1 ms a rank against 5 GB/s of
 # copies (two of them), both measured on loopback.
 # nccl copies nothing, and what merging saves is a launch: about 16 us, and 2.4 us more for each rank that the ring goes
-# through (passes/cost/profiles.py), in which 1 MiB arrives. A parameter that takes longer is sent alone: it is there
-# earlier, and can be freed by itself.
+# through (passes/cost/profiles.py), in which 1 MiB arrives. A much larger parameter is sent alone: it is there earlier,
+# and can be freed by itself.
 _LIMITS = {"gloo": (0, 256 << 10, 16, 8 << 20), "nccl": (256 << 20, 4 << 20, 4, 32 << 20)}
 
 
