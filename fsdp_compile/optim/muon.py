@@ -118,16 +118,12 @@ class Muon(OwnersOptimizer):
             self._owners = Owners(params, _cost)
 
         def compute(places: Sequence[int], wholes: Sequence[Tensor]) -> list[Tensor]:
-            alike: dict[Any, list[int]] = {}
-            for number, place in enumerate(places):
-                group = matrices[place][0]
-                settings = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
-                alike.setdefault((wholes[number].shape, settings), []).append(number)
-            results: list[Any] = [None] * len(wholes)
-            for (_, settings), numbers in alike.items():
-                done = orthogonalized(torch.stack([wholes[number] for number in numbers]), *settings)
-                for number, one in zip(numbers, done):
-                    results[number] = one
+            results = []
+            for (group, _), whole in zip([matrices[place] for place in places], wholes):
+                settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+                # One by one: some bits of a batched product are others than those of torch's optimizer (2.15, CPU).
+                each = [orthogonalized(one, *settings) for one in whole.view(-1, *whole.shape[-2:])]
+                results.append(torch.stack(each).view(whole.shape))
             return results
 
         directions = [self._direction(group, param) for group, param in matrices]
@@ -155,19 +151,16 @@ class Muon(OwnersOptimizer):
         return (new.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).bfloat16()
 
 
-def orthogonalized(
-    matrices: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
-) -> Tensor:
-    """Return matrices ``[..., rows, columns]`` with singular values near one, by Newton-Schulz iteration."""
-    wide = matrices.flatten(0, -3)
-    wide = wide.mT if wide.shape[-2] > wide.shape[-1] else wide
+def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
+    """Return a matrix with singular values near one, by Newton-Schulz iteration."""
+    rows, columns = matrix.shape
     a, b, c = coefficients
-    norms = torch.stack([one.norm() for one in wide])
-    x = wide / norms.clamp(min=eps).view(-1, 1, 1)
+    wide = matrix.mT if rows > columns else matrix
+    x = wide / wide.norm().clamp(min=eps)
     for _ in range(num_steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if matrices.shape[-2] > matrices.shape[-1] else x).reshape(matrices.shape)
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if rows > columns else x
 
 
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
