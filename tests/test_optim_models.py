@@ -1,4 +1,4 @@
-"""Muon and WholeTensorOptimizer train models that are sharded in any way as the unsharded ones are trained, to the bit."""
+"""Muon and WholeTensorOptimizer train models, however they are sharded, as the unsharded ones are trained: to the bit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ WAYS = {one.__name__[1:]: one for one in (_in_blocks, _offloaded, _on_two_meshes
 
 
 def _train(step: Callable[[int], Any], model: nn.Module, reference: nn.Module, others: list[Optimizer]) -> None:
-    """Three steps on both, on the reference with gradients of the sharded model: optimizers make much of the last bit."""
+    """Take three steps on both, with gradients of the sharded one: optimizers make much of the last bit."""
     for number in range(3):
         step(number)
         reference_backward(reference, batches(number))

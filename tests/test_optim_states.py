@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.optim import Optimizer
 
 from fsdp_compile.core.containers import map_tensors
 from tests.comparing import assert_same_params, full
-from tests.fsdp1_scripts import BLOCKS, OURS
-from tests.models import Stack, shard
+from tests.fsdp1_scripts import BLOCKS, CPU, OURS
+from tests.models import Stack, mesh_of, shard
 from tests.on_ranks import on_four_ranks, on_two_ranks
 from tests.ranks import Ranks
 from tests.test_muon import placed_like
@@ -83,7 +83,7 @@ def _save(kind: str, folder: str) -> None:
     _assert_same(ours, get_optimizer_state_dict(*unsharded, options=WHOLE))
     back, others = _unsharded(kind)
     back.load_state_dict(unsharded[0].state_dict())
-    if len(others) == 1:  # torch's set_optimizer_state_dict leaves out lists without tensors, which SOAP has (2.11 to 2.15)
+    if len(others) == 1:  # torch's set_optimizer_state_dict leaves out SOAP's lists without tensors (2.11 to 2.15)
         others[0].load_state_dict(map_tensors(sharded[1].state_dict(), full))
     else:
         set_optimizer_state_dict(back, others, copy.deepcopy(ours), options=WHOLE)  # they would share step counts
@@ -162,13 +162,16 @@ def test_a_pickled_optimizer_steps_as_the_original(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@on_two_ranks
-def test_fsdp1s_state_dicts_are_those_of_the_unsharded_optimizer(kind: str) -> None:
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD])
+@on_four_ranks
+def test_fsdp1s_state_dicts_are_those_of_the_unsharded_optimizer(kind: str, strategy: ShardingStrategy) -> None:
     unsharded = _unsharded(kind)
     runs = []
+    hybrid = strategy is ShardingStrategy.HYBRID_SHARD
+    settings = {"sharding_strategy": strategy, "device_mesh": mesh_of("dp", "fsdp") if hybrid else None}
     for _ in range(2):
         torch.manual_seed(0)
-        model = OURS(Stack(1), auto_wrap_policy=BLOCKS, use_orig_params=True, device_id=torch.device("cpu"))
+        model = OURS(Stack(1), auto_wrap_policy=BLOCKS, use_orig_params=True, device_id=CPU, **settings)
         runs.append((model, KINDS[kind][0](model)))
     first, (second, optimizer) = runs
     _step(range(3), first, unsharded)

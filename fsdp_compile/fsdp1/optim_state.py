@@ -201,7 +201,9 @@ def _require_alike(names: _Names, states: OptimState, group: dist.ProcessGroup |
 
 def _is_like(param: ShardedParam | None, value: Any) -> bool:
     """Whether a value is sharded as its parameter is."""
-    return isinstance(value, DTensor) and param is not None and value.shape == param.shard.shape
+    if param is None or not isinstance(value, DTensor) or not isinstance(param.shard, DTensor):
+        return False
+    return value.shape == param.shard.shape and value.placements == param.shard.placements
 
 
 def _loaded(param: ShardedParam | None, value: Any) -> Any:
