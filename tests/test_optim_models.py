@@ -1,4 +1,4 @@
-"""Muon and WholeTensorOptimizer train models, however they are sharded, as the unsharded ones are trained: to the bit."""
+"""Muon and WholeTensorOptimizer train models, however they are sharded, as the unsharded ones are: to the bit."""
 
 from __future__ import annotations
 

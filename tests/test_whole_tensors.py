@@ -72,7 +72,7 @@ GROUPED: dict[str, tuple[Callable[..., Optimizer], Callable[..., list[Optimizer]
 def test_groups_schedules_closures_other_dtypes_and_steps_without_some_gradients(name: str) -> None:
     """As they are without sharding; the last two parameters are added when three steps are done, one of them in bf16.
 
-    No tall matrix is in bf16: torch adds the update of one as a view across it, which rounds otherwise on the CPU (2.15).
+    No tall matrix is in bf16: torch adds the update of one as a view across it, which rounds otherwise (2.15, CPU).
     """
     line = init_device_mesh("cpu", (4,))
     ours, theirs = placed(line, [Shard(0)]), matrices()
