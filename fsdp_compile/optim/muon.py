@@ -104,9 +104,9 @@ class Muon(OwnersOptimizer):
                     self.param_groups[-1].pop(name, None)
 
     def _update(self) -> None:
-        groups = [group for group in self.param_groups if "ns_steps" in group]
+        groups = [group for group in self.param_groups if "betas" not in group]
         self._update_matrices([(group, param) for group in groups for param in group["params"]])
-        others = [group for group in self.param_groups if "ns_steps" not in group]
+        others = [group for group in self.param_groups if "betas" in group]
         if others:
             # One optimizer with one state: AdamW works on this one's.
             self._adamw.param_groups, self._adamw.state = others, self.state
