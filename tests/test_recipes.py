@@ -386,6 +386,20 @@ def _muon(blocks: list[str]) -> None:
     assert wire.calls == {"all_to_all": 2}
 
 
+@section("SOAP, Shampoo and Adafactor")
+def _soap(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    names = play(*blocks, model=torch.compile(shard(model)), batch=mine())
+    optim = names["SOAP"](unsharded.named_parameters(), lr=3e-3)
+    for step in range(2):  # the first one only initializes
+        for param, other in zip(model.parameters(), unsharded.parameters()):
+            other.grad = full(param.grad).clone()
+        optim.step()
+        if step:
+            names["optim"].step()
+    assert_same_params(model, unsharded, atol=0, rtol=0)
+
+
 @section("Which optimizers")
 def _which_optimizers(blocks: list[str]) -> None:
     unsharded, model = twins()

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import StateDictSettings
+from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import fsdp1
 from ..api.fitting import told
+from ..core.containers import map_tensors
 from ..core.param import ShardedParam
 from ..core.unit import units_in
 from .region import clean
@@ -58,6 +59,11 @@ def optim_state(
             return None
         return value.cpu() if config.offload_to_cpu and isinstance(value, Tensor) else value
 
+    def alone(value: Tensor) -> Tensor:  # a clone, for the optimizer goes on writing to it
+        if isinstance(value, DTensor) and settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+            return value.full_tensor()
+        return value.detach().clone()
+
     saved = {name: dict(sorted(states[name].items())) for name in sorted(states.keys() & names.current.keys())}
     sharded: list[tuple[str, str, ShardedParam]] = []
     for name, state in saved.items():
@@ -65,8 +71,8 @@ def optim_state(
         for key, value in state.items():
             if param is not None and _is_like(param, value):
                 sharded.append((name, key, param))
-            else:  # a clone, for the optimizer goes on writing to it
-                state[key] = keep(value.detach().clone() if isinstance(value, Tensor) else value)
+            else:
+                state[key] = keep(map_tensors(value, alone))
     values = saved_as(settings.state_dict_type, [(param, saved[name][key]) for name, key, param in sharded], keep)
     for (name, key, _), value in zip(sharded, values, strict=True):
         saved[name][key] = value
@@ -195,7 +201,9 @@ def _require_alike(names: _Names, states: OptimState, group: dist.ProcessGroup |
 
 def _is_like(param: ShardedParam | None, value: Any) -> bool:
     """Whether a value is sharded as its parameter is."""
-    return isinstance(value, DTensor) and param is not None and value.shape == param.shard.shape
+    if param is None or not isinstance(value, DTensor) or not isinstance(param.shard, DTensor):
+        return False
+    return value.shape == param.shard.shape and value.placements == param.shard.placements
 
 
 def _loaded(param: ShardedParam | None, value: Any) -> Any:

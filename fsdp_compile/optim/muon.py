@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
-from .owners import Owners, local_of
+from .owners import Owners, OwnersOptimizer, local_of
 
 _RATIOS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -27,13 +27,17 @@ _DEFAULT_RATIO = "original"
 _ALGORITHMS = ("muon", "adamw")
 
 
-class Muon(Optimizer):
+class Muon(OwnersOptimizer):
     """``torch.optim.Muon`` for sharded models, with AdamW for what is no matrix.
 
     A group may say ``algorithm="muon"`` or ``"adamw"``. In other groups, matrices get Muon and the rest gets AdamW with
     the settings ``adamw``. Muon is for hidden layers: ``muon_groups(model)`` keeps embeddings and heads apart. A group
-    that says ``"muon"`` may have parameters of three dimensions, as the weights of experts: a matrix in each row.
+    that says ``"muon"`` may have parameters of three dimensions, as the weights of experts: a matrix in each row. The
+    groups, and state dicts, are those of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
     """
+
+    _copied = ("_adamw",)
+    _owners = Owners(())  # of all matrices
 
     def __init__(
         self,
@@ -72,7 +76,6 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        self._owners: Owners | None = None  # of all matrices
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -93,55 +96,34 @@ class Muon(Optimizer):
                 f"Muon takes matrices, and {name} of a group with algorithm='muon' has the shape "
                 f"{tuple(_param(others[0]).shape)}. Put it into a group with algorithm='adamw'."
             )
-        self._owners = None
-        if matrices or not named:
-            super().add_param_group({**param_group, "params": matrices, "algorithm": "muon"})
-        if others:
-            settings = {**self._adamw.defaults, **param_group}
-            super().add_param_group({**settings, "params": others, "algorithm": "adamw"})
+        muon, adamw = self.defaults, self._adamw.defaults
+        for params, defaults, foreign in ((matrices, muon, adamw), (others, adamw, muon)):
+            if params or (not named and defaults is muon):
+                super().add_param_group({**defaults, **param_group, "params": params})
+                for name in ("algorithm", *(foreign.keys() - defaults.keys())):  # as torch's groups, for state dicts
+                    self.param_groups[-1].pop(name, None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_adamw": self._adamw}  # for a copy
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # those of torch.optim.Muon and torch.optim.AdamW say no algorithm
-            group.setdefault("algorithm", "muon" if "ns_steps" in group else "adamw")
-        self._owners = None
-
-    # Dynamo would trace the AdamW that was there first, and torch's caches take shards of unequal lengths for equal.
-    @torch.compiler.disable
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients; every rank calls this, with gradients of the same parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
-        others = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+    def _update(self) -> None:
+        groups = [group for group in self.param_groups if "betas" not in group]
+        self._update_matrices([(group, param) for group in groups for param in group["params"]])
+        others = [group for group in self.param_groups if "betas" in group]
         if others:
             # One optimizer with one state: AdamW works on this one's.
             self._adamw.param_groups, self._adamw.state = others, self.state
             self._adamw.step()
-        return loss
 
-    def _update(self) -> None:
-        matrices = [(one, param) for one in self.param_groups if one["algorithm"] == "muon" for param in one["params"]]
-        if self._owners is None:
-            self._owners = Owners([param for _, param in matrices], _cost)
+    def _update_matrices(self, matrices: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
+        params = [param for _, param in matrices]
+        if [*map(id, params)] != [*map(id, self._owners.params)]:
+            self._owners = Owners(params, _cost)
 
         def compute(places: Sequence[int], wholes: Sequence[Tensor]) -> list[Tensor]:
-            alike: dict[Any, list[int]] = {}
-            for number, place in enumerate(places):
-                group = matrices[place][0]
-                settings = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
-                alike.setdefault((wholes[number].shape, settings), []).append(number)
-            results: list[Any] = [None] * len(wholes)
-            for (_, settings), numbers in alike.items():
-                done = orthogonalized(torch.stack([wholes[number] for number in numbers]), *settings)
-                for number, one in zip(numbers, done):
-                    results[number] = one
+            results = []
+            for (group, _), whole in zip([matrices[place] for place in places], wholes):
+                settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+                # One by one: some bits of a batched product are others than those of torch's optimizer (2.15, CPU).
+                each = [orthogonalized(one, *settings) for one in whole.view(-1, *whole.shape[-2:])]
+                results.append(torch.stack(each).view(whole.shape))
             return results
 
         directions = [self._direction(group, param) for group, param in matrices]
@@ -169,19 +151,16 @@ class Muon(Optimizer):
         return (new.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).bfloat16()
 
 
-def orthogonalized(
-    matrices: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
-) -> Tensor:
-    """Return matrices ``[..., rows, columns]`` with singular values near one, by Newton-Schulz iteration."""
-    wide = matrices.flatten(0, -3)
-    wide = wide.mT if wide.shape[-2] > wide.shape[-1] else wide
+def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
+    """Return a matrix with singular values near one, by Newton-Schulz iteration."""
+    rows, columns = matrix.shape
     a, b, c = coefficients
-    norms = torch.stack([one.norm() for one in wide])
-    x = wide / norms.clamp(min=eps).view(-1, 1, 1)
+    wide = matrix.mT if rows > columns else matrix
+    x = wide / wide.norm().clamp(min=eps)
     for _ in range(num_steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if matrices.shape[-2] > matrices.shape[-1] else x).reshape(matrices.shape)
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if rows > columns else x
 
 
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -25,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 from .._torch_compat import dtensors
+from ..core.containers import map_tensors
 from ..core.mesh import device_of_type
 from ..core.parts import Part, coordinate_of, group_over, holders, part_at
 
@@ -39,10 +41,11 @@ _BUCKET_ELEMENTS = 8 << 20  # that one rank sends of a bucket; a bucket has at l
 class Owners:
     """Who owns which of ``params``; ``cost`` weighs a shape, so that every rank gets an equal share of the work.
 
-    All ranks make this together. ``mine`` has the places of those that this rank owns.
+    All ranks make this together, and copy it together. ``mine`` has the places of those that this rank owns.
     """
 
     def __init__(self, params: Sequence[Tensor], cost: Callable[[torch.Size], float] = torch.Size.numel) -> None:
+        self.params, self._cost = params, cost
         on_mesh: dict[DeviceMesh, list[int]] = {}
         self._whole: dict[int, torch.device] = {}  # tensors that each rank has whole, and computes itself, and where
         for place, param in enumerate(params):
@@ -54,6 +57,9 @@ class Owners:
             _OnMesh(mesh, {place: params[place] for place in places}, cost) for mesh, places in on_mesh.items()
         ]
         self.mine = sorted([*self._whole, *(place for mesh in self._meshes for place in mesh.mine)])
+
+    def __reduce__(self) -> Any:
+        return Owners, (self.params, self._cost)  # a copy is made anew, of copied parameters
 
     def run(self, compute: Compute, *inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return this rank's parts of what the owners compute.
@@ -87,6 +93,30 @@ class Owners:
         for mesh in self._meshes:
             published |= mesh.publish({place: held[place] for place in mesh.mine if place in held})
         return published
+
+
+class OwnersOptimizer(Optimizer):
+    """An optimizer whose ``_update`` has owners compute; copies have the attributes that ``_copied`` names, too."""
+
+    _copied: tuple[str, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._copied}}
+
+    # Dynamo would trace the AdamW that was there first, and torch's caches take shards of unequal lengths for equal.
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients; every rank calls this, with gradients of the same parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        raise NotImplementedError
 
 
 def device_of(param: Tensor) -> torch.device:
@@ -164,7 +194,7 @@ class _OnMesh:
     def publish(self, held: Mapping[int, Any]) -> dict[int, Any]:
         described: list[Any] = [None] * self._num_ranks
         shapes = {
-            place: each_tensor(value, lambda one: one.to("meta") if one.ndim else one.cpu())
+            place: map_tensors(value, lambda one: one.to("meta") if one.ndim else one.cpu())
             for place, value in held.items()
         }
         dist.all_gather_object(described, shapes, self._group)
@@ -172,7 +202,7 @@ class _OnMesh:
         for owner, places in enumerate(described):
             for place, shapes in places.items():
                 value = held[place] if owner == self._rank else shapes
-                published[place] = each_tensor(value, functools.partial(self._in_rows, owner))
+                published[place] = map_tensors(value, functools.partial(self._in_rows, owner))
         return published
 
     def _in_rows(self, owner: int, tensor: Tensor) -> Tensor:
@@ -265,14 +295,3 @@ class _Flight:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a value with each tensor in it changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: each_tensor(one, change) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(each_tensor(one, change) for one in value)
-    return value

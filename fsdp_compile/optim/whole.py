@@ -16,16 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .owners import Owners, device_of, each_tensor, local_of
+from ..core.containers import map_tensors
+from .owners import Owners, OwnersOptimizer, device_of, local_of
 
 
-class WholeTensorOptimizer(Optimizer):
+class WholeTensorOptimizer(OwnersOptimizer):
     """An optimizer of ``optimizer_class``, which sees each parameter of a sharded model whole, on one rank.
 
     ``settings`` are those of the class, and groups may have their own. ``cost`` weighs a shape, to share the work out.
     What the class computes of one parameter must not depend on others. All ranks make it together, call ``step`` with
     gradients of the same parameters, and call ``state_dict`` and ``load_state_dict`` together.
     """
+
+    _copied = ("_make", "_cost", "_settings", "_owners")
 
     def __init__(
         self,
@@ -36,41 +39,35 @@ class WholeTensorOptimizer(Optimizer):
         **settings: Any,
     ) -> None:
         self._make, self._cost, self._settings = optimizer_class, cost or _cost, settings
-        self._exchanges: list[tuple[Owners, list[Tensor]]] = []
-        # Of each parameter that this rank owns: an optimizer, and the parameter that it knows.
-        self._owned: dict[Tensor, tuple[Optimizer, nn.Parameter]] = {}
+        self._owners: list[Owners] = []  # of the parameters that were new at a step
         self._without_grads: Optimizer | None = None
         super().__init__(params, {})
-        # It checks what the user gave, on all ranks alike, and its step does to groups what a step does (SOAP counts).
-        self._without_grads = optimizer_class([_stand_ins(group) for group in self.param_groups], **settings)
-        self.defaults = self._without_grads.defaults
-        self._own(self.param_groups)
+        self._begin()
+        self._take_settings(len(self.param_groups))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_make" in state:  # a copy: optimizers of the class may not be copied (pytorch_optimizer's lose attributes)
+            self._begin()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; all ranks call this together."""
         super().add_param_group(param_group)
         if self._without_grads is not None:  # it is None while torch's constructor adds the first ones
             self._without_grads.add_param_group(_stand_ins(self.param_groups[-1]))
-            self._own(self.param_groups[-1:])
+            self._take_settings(1)
 
-    @torch.compiler.disable
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients; every rank calls this, with gradients of the same parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         group_of = {param: group for group in self.param_groups for param in group["params"]}
-        for owners, params in self._exchanges:
+        for owners in self._shared_out():
 
             def compute(places: Sequence[int], wholes: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-                updated = [params[place] for place in places]  # noqa: B023
+                updated = [owners.params[place] for place in places]  # noqa: B023
                 return [self._updated(*one, group_of[one[0]]) for one in zip(updated, wholes, grads)]
 
-            parts = [None if param.grad is None else local_of(param) for param in params]
-            grads = [None if param.grad is None else local_of(param.grad) for param in params]
-            for param, part, result in zip(params, parts, owners.run(compute, parts, grads)):
+            parts = [None if param.grad is None else local_of(param) for param in owners.params]
+            grads = [None if param.grad is None else local_of(param.grad) for param in owners.params]
+            for param, part, result in zip(owners.params, parts, owners.run(compute, parts, grads)):
                 if part is not None and result is not None:
                     part.copy_(result)
                     self._show_state(param)
@@ -79,14 +76,14 @@ class WholeTensorOptimizer(Optimizer):
             inner.update(_settings(group))
         self._without_grads.step()
         self._take_settings(len(self.param_groups))
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs; the owners' tensors come as DTensors, cut into rows over all ranks."""
         published = {}
-        for owners, params in self._exchanges:
-            held = {place: self.state[params[place]] for place in owners.mine if params[place] in self.state}
-            published.update({params[place]: state for place, state in owners.publish(held).items()})
+        for owners in self._shared_out():
+            mine = [(place, owners.params[place]) for place in owners.mine]
+            held = owners.publish({place: self.state[param] for place, param in mine if param in self.state})
+            published.update({owners.params[place]: state for place, state in held.items()})
         params = [param for group in self.param_groups for param in group["params"]]
         state = {number: published[param] for number, param in enumerate(params) if param in published}
         return {**super().state_dict(), "state": state}
@@ -94,6 +91,7 @@ class WholeTensorOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned on any number of ranks, or that of ``optimizer_class`` without sharding."""
+        self._shared_out()
         known = self.state
         super().load_state_dict({**state_dict, "state": {}})
         params = [(param, group) for group in self.param_groups for param in group["params"]]
@@ -102,23 +100,35 @@ class WholeTensorOptimizer(Optimizer):
             state = {}
             if number in state_dict["state"]:
                 # torch's set_optimizer_state_dict leaves out lists without tensors, which SOAP has (2.11 to 2.15).
-                state = {0: {**known.get(param, {}), **each_tensor(state_dict["state"][number], _full)}}
+                state = {0: {**known.get(param, {}), **map_tensors(state_dict["state"][number], _full)}}
             if param in self._owned:
                 groups = [{**_settings(group), "params": [0]}]
                 self._owned[param][0].load_state_dict({"state": state, "param_groups": groups})
             if state:
                 self._show_state(param)
 
-    def _own(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Share the parameters of these groups out, and make an optimizer for each that is this rank's."""
-        self._take_settings(len(groups))  # with defaults
-        settings = [(param, _settings(group)) for group in groups for param in group["params"]]
-        owners = Owners([param for param, _ in settings], self._cost)
-        self._exchanges.append((owners, [param for param, _ in settings]))
-        for place in owners.mine:
-            param, alone = settings[place]
-            stand_in = _stand_in(param)
-            self._owned[param] = self._make([{**alone, "params": [stand_in]}], **self._settings), stand_in
+    def _begin(self) -> None:
+        # Of each parameter that this rank owns: an optimizer, and the parameter that it knows.
+        self._owned: dict[Tensor, tuple[Optimizer, nn.Parameter]] = {}
+        # It checks what the user gave, on all ranks alike, and its step does to groups what a step does (SOAP counts).
+        self._without_grads = self._make([_stand_ins(group) for group in self.param_groups], **self._settings)
+        self.defaults = self._without_grads.defaults
+
+    def _shared_out(self) -> list[Owners]:
+        """Share new parameters out, make an optimizer for each that is this rank's, and return the owners of all."""
+        group_of = {param: group for group in self.param_groups for param in group["params"]}
+        known = {param for owners in self._owners for param in owners.params}
+        new = [param for param in group_of if param not in known]
+        if new:
+            self._owners.append(Owners(new, self._cost))
+        for param in (owners.params[place] for owners in self._owners for place in owners.mine):
+            if param in group_of and param not in self._owned:
+                stand_in = _stand_in(param)
+                optimizer = self._make([{**_settings(group_of[param]), "params": [stand_in]}], **self._settings)
+                if self.state.get(param):  # of a copy
+                    optimizer.state[stand_in] = self.state[param]
+                self._owned[param] = optimizer, stand_in
+        return self._owners
 
     def _updated(self, param: Tensor, whole: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """Step the optimizer of one parameter; return its new value."""
