@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._torch_compat import dtensors, subclasses
 from ..core.mesh import device_of_type
-from ..core.parts import Part, coordinate_of, cut_dims, group_over, holders, part_at
+from ..core.parts import Part, cut_dims, group_over, inside, parts_of_whole
+
+_WINDOW_BYTES = 64 << 20  # of full tensors on their way at a time, if nobody says how many
 
 
 def this_rank() -> int:
@@ -112,25 +113,18 @@ def whole_of(
         return Whole(tuple(names), tensor.shape, cast, local, device, dst)
     group = group_over(mesh, cut)  # made by all ranks, whoever sends
     # ``dst`` may be on another mesh, with parameters of the same names: then nobody sends here.
-    ranks = holders(tensor, this_rank() if dst is None or dst not in mesh.mesh else dst)
-    parts = {rank: part_at(tensor, coordinate_of(mesh, rank)) for rank in ranks}
+    parts = parts_of_whole(tensor, this_rank() if dst is None or dst not in mesh.mesh else dst)
     return Whole(tuple(names), tensor.shape, cast, local, device, dst, parts, group)
 
 
-def gathered(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return each tensor as a whole; every rank gets it, and all ranks call this together."""
-    window = [slab for tensor in tensors for slab in whole_of(["a tensor"], tensor).slabs(sys.maxsize, in_pieces=False)]
-    flight = Flight(window)
-    flight.wait()
-    return [flight.put(slab, None) for slab in window]
-
-
-def inside(local: Tensor) -> Tensor:
-    """Return the tensor of the same shape and dtype inside one of a subclass, if it has that alone."""
-    tensors = subclasses.plain_tensors_in(local)
-    if len(tensors) == 1 and tensors[0].shape == local.shape and tensors[0].dtype == local.dtype:
-        return tensors[0]
-    return local
+def gathered(tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yield a copy of each tensor as a whole, on its mesh's device; all ranks read this together, and each gets it."""
+    windows = windows_of([whole_of([name], tensor) for name, tensor in tensors.items()], _WINDOW_BYTES, in_pieces=False)
+    for slab, made in landed(list(windows)):
+        assert made is not None
+        full = made.to(slab.whole.device)
+        yield full.clone() if subclasses.share_storage(full, slab.whole.local) else full
+        del made, full  # before the next one is there
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,6 +170,32 @@ def windows_of(wholes: Iterable[Whole], most: int, in_pieces: bool) -> Iterator[
         filled += slab.num_bytes
     if window:
         yield window
+
+
+@torch.no_grad()
+def landed(
+    windows: Sequence[Sequence[Slab]], ask: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Slab, Tensor | None]]:
+    """Yield tensors that became whole, or their pieces; None where they are not sent. ``ask`` runs before a launch."""
+    flights: list[Flight] = []
+    made: Tensor | None = None
+    try:
+        for number, window in enumerate(windows):
+            for launched in windows[number + len(flights) : number + 2]:
+                ask()
+                flights.append(Flight(launched))
+            flights[0].wait()
+            for slab in window:
+                if slab.whole.is_here or slab.whole.make is not None:
+                    made = flights[0].put(slab, made)
+                if slab.is_last:
+                    whole, made = made if slab.whole.is_here else None, None
+                    yield slab, whole
+                    del whole  # before the next one is made
+            del flights[0]
+    finally:
+        for flight in flights:  # it lands, as it does on the other ranks
+            flight.wait()
 
 
 class Flight:

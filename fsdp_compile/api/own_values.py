@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch_compat import dtensors
+from ..core.parts import write_part
 from ..core.unit import Unit, original_class
 from .auto_shard import inside_out
 from .fitting import mark_unwritten, told
@@ -188,8 +189,7 @@ def _whole(places: Sequence[Place], done: set[Place]) -> Iterator[None]:
         yield
     finally:
         for param, full in whole.items():
-            part = distribute_tensor(full.detach(), param.device_mesh, param.placements, src_data_rank=None)
-            dtensors.local_tensor(param).copy_(dtensors.local_tensor(part))
+            write_part(param, full)
             for module, name in distributed[param]:
                 module._parameters[name] = param  # type: ignore[assignment]
 

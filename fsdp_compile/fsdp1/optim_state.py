@@ -59,17 +59,16 @@ def optim_state(
         return value.cpu() if config.offload_to_cpu and isinstance(value, Tensor) else value
 
     saved = {name: dict(sorted(states[name].items())) for name in sorted(states.keys() & names.current.keys())}
-    sharded: list[tuple[str, str, ShardedParam]] = []
+    sharded: list[tuple[str, str]] = []
     for name, state in saved.items():
-        param = names.sharded.get(name)
         for key, value in state.items():
-            if param is not None and _is_like(param, value):
-                sharded.append((name, key, param))
+            if _is_like(names.sharded.get(name), value):
+                sharded.append((name, key))
             else:  # a clone, for the optimizer goes on writing to it
                 state[key] = keep(value.detach().clone() if isinstance(value, Tensor) else value)
-    values = saved_as(settings.state_dict_type, [(param, saved[name][key]) for name, key, param in sharded], keep)
-    for (name, key, _), value in zip(sharded, values, strict=True):
-        saved[name][key] = value
+    values = saved_as(settings.state_dict_type, {f"{key} of {name}": saved[name][key] for name, key in sharded})
+    for (name, key), value in zip(sharded, values, strict=True):
+        saved[name][key] = keep(value)
     if not gets_it:
         return {}
     saved |= {key: state for key, state in states.items() if key not in names.current}
@@ -200,7 +199,7 @@ def _is_like(param: ShardedParam | None, value: Any) -> bool:
 
 def _loaded(param: ShardedParam | None, value: Any) -> Any:
     """Return a value as a shard in its saved dtype: optimizers may keep more bits than parameters have, or fewer."""
-    return value if param is None or not isinstance(value, Tensor) else loaded_as(param, value, value.dtype)
+    return value if param is None or not isinstance(value, Tensor) else loaded_as(param.param, value, value.dtype)
 
 
 def _groups_to_load(names: _Names, optim: Any, given: list[Any], keys: dict[str, Any]) -> list[Any]:

@@ -134,7 +134,10 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         with_grads: bool = False,
     ) -> Iterator[None]:
         units = [one._unit for one in wrappers if one._unit is not None]
-        require_idle(units, "manually unshard parameters")
+        try:
+            require_idle(units, "manually unshard parameters")
+        except RuntimeError as error:
+            raise AssertionError(*error.args) from None
         if any(one._has_full_params for one in wrappers):
             raise AssertionError(
                 "Cannot manually unshard parameters when already unsharding parameters, in an outer summon_full_params "
@@ -277,5 +280,5 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
             raise ValueError(f"Cannot {doing}: {expected} SUMMON_FULL_PARAMS. Leave summon_full_params first.")
         try:
             require_idle([one._unit for one in self.fsdp_modules(self) if one._unit is not None], doing)
-        except AssertionError as error:
+        except RuntimeError as error:
             raise ValueError(f"{expected} FORWARD_BACKWARD. {error}") from None

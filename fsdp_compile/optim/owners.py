@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._torch_compat import dtensors
 from ..core.mesh import device_of_type
-from ..core.parts import Part, coordinate_of, group_over, holders, part_at
+from ..core.parts import Part, group_over, part_at, parts_of_whole, ranks_beside
 
 # Computes the results of the tensors at these places, from their wholes, input by input; each has its tensor's shape.
 Compute = Callable[..., Sequence[Tensor]]
@@ -120,7 +120,8 @@ class _OnMesh:
         self._group = group_over(mesh, range(mesh.ndim))
         ranks = dist.get_process_group_ranks(self._group)
         self._rank, self._num_ranks = ranks.index(dist.get_rank()), len(ranks)
-        self._coordinates = [coordinate_of(mesh, rank) for rank in ranks]
+        at = ranks_beside(dist.get_rank(), mesh, range(mesh.ndim))
+        self._coordinates = [at[rank] for rank in ranks]
         load = [0.0] * len(ranks)
         self._buckets: list[dict[int, _Shared]] = []
         limit, elements = _BUCKET_ELEMENTS * len(ranks), 0
@@ -135,7 +136,7 @@ class _OnMesh:
                 elements = 0
             elements += param.numel()
             parts = tuple(part_at(param, at) for at in self._coordinates)
-            senders = frozenset(ranks.index(rank) for rank in holders(param, ranks[owner]))
+            senders = frozenset(ranks.index(rank) for rank in parts_of_whole(param, ranks[owner]))
             self._buckets[-1][place] = _Shared(param.shape, owner, parts, senders)
         self.mine = [
             place for bucket in self._buckets for place, shared in bucket.items() if shared.owner == self._rank
