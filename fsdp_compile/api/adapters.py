@@ -92,7 +92,7 @@ def merged(model: nn.Module, layer: Any, name: str) -> Tensor:
     params = [
         param for unit in units_in(model) for param in unit.params if any(slot.module in inside for slot in param.slots)
     ]
-    fulls = gathered({param.fqn: param.param for param in params})
+    fulls = gathered([(param.fqn, param.param) for param in params])
     base, were_merged, before = layer.get_base_layer(), [*layer.merged_adapters], {}
     try:
         with in_place_of_shards({param: nn.Parameter(full, False) for param, full in zip(params, fulls, strict=True)}):

@@ -108,18 +108,19 @@ def whole_of(
         )
     mesh = tensor.device_mesh
     device = device_of_type(mesh.device_type)
-    cut = cut_dims(tensor)
+    cut = cut_dims(mesh, tensor.placements)
     if not cut:
         return Whole(tuple(names), tensor.shape, cast, local, device, dst)
     group = group_over(mesh, cut)  # made by all ranks, whoever sends
     # ``dst`` may be on another mesh, with parameters of the same names: then nobody sends here.
-    parts = parts_of_whole(tensor, this_rank() if dst is None or dst not in mesh.mesh else dst)
+    sends = this_rank() if dst is None or dst not in mesh.mesh else dst
+    parts = parts_of_whole(mesh, tensor.placements, tensor.shape, sends)
     return Whole(tuple(names), tensor.shape, cast, local, device, dst, parts, group)
 
 
-def gathered(tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+def gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
     """Yield a copy of each tensor as a whole, on its mesh's device; all ranks read this together, and each gets it."""
-    windows = windows_of([whole_of([name], tensor) for name, tensor in tensors.items()], _WINDOW_BYTES, in_pieces=False)
+    windows = windows_of([whole_of([name], tensor) for name, tensor in named], _WINDOW_BYTES, in_pieces=False)
     for slab, made in landed(list(windows)):
         assert made is not None
         full = made.to(slab.whole.device)

@@ -9,7 +9,7 @@ Parameters are gathered in the dtype in which they are stored, not in that of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -117,17 +117,15 @@ def swapped_in(
     without_values: Collection[ShardedParam] = (),
 ) -> Iterator[None]:
     """Register full parameters in the place of the units' shards; those ``without_values`` are not gathered."""
+    owners = {param: unit for unit in units for param in unit.params}
     if with_grads:
-        _require_grads_everywhere({param: unit for unit in units for param in unit.params})
-    swapped: list[_Swapped] = []
-    with ExitStack() as stack:
-        for unit in units:
-            for param in unit.params:
-                param.require_shard()
-            fulls = _full_parameters(unit, offload_to_cpu, with_grads, without_values)
-            swapped += [_Swapped(unit, param, param.param, full, with_grads) for param, full in fulls.items()]
-            stack.enter_context(in_place_of_shards(fulls, rank0_only))
-        said = _said_of_grads(swapped, writeback, rank0_only, with_grads)
+        _require_grads_everywhere(owners)
+    for param in owners:
+        param.require_shard()
+    fulls = _full_parameters(owners, offload_to_cpu, with_grads, without_values)
+    swapped = [_Swapped(owners[param], param, full, with_grads) for param, full in fulls.items()]
+    said = _said_of_grads(swapped, writeback, rank0_only, with_grads)
+    with in_place_of_shards(fulls, rank0_only):
         _NOT_TO_CLIP.update(said)
         try:
             yield
@@ -163,12 +161,10 @@ def in_place_of_shards(fulls: Mapping[ShardedParam, nn.Parameter], rank0_only: b
 class _Swapped:
     """A shard, and the full parameter in its place."""
 
-    def __init__(
-        self, unit: Unit, param: ShardedParam, shard: nn.Parameter, full: nn.Parameter, with_grads: bool
-    ) -> None:
-        self.unit, self.param, self.shard, self.full = unit, param, shard, full
-        self.grad = shard.grad if with_grads else None  # held, so that no other gradient has its id
-        self.with_grads = with_grads
+    def __init__(self, unit: Unit, param: ShardedParam, full: nn.Parameter, with_grads: bool) -> None:
+        self.name = f"{unit.name}: {param.fqn}"
+        self.param, self.shard, self.full, self.with_grads = param, param.param, full, with_grads
+        self.grad = self.shard.grad if with_grads else None  # held, so that no other gradient has its id
         self.version = self._version()
 
     def _version(self) -> tuple[int, ...]:
@@ -181,10 +177,6 @@ class _Swapped:
             held.append(self.shard.grad)
         same_grad = self.grad is (self.shard.grad if self.with_grads else None)
         return same_grad, *(version for tensor in held for version in dtensors.versions_of(tensor))
-
-    @property
-    def name(self) -> str:
-        return f"{self.unit.name}: {self.param.fqn}"
 
     @property
     def stepped(self) -> bool:
@@ -276,12 +268,14 @@ def _is_first(param: ShardedParam) -> bool:
 
 
 def _full_parameters(
-    unit: Unit, offload_to_cpu: bool, with_grads: bool, without_values: Collection[ShardedParam]
+    owners: Mapping[ShardedParam, Unit],
+    offload_to_cpu: bool,
+    with_grads: bool,
+    without_values: Collection[ShardedParam],
 ) -> dict[ShardedParam, nn.Parameter]:
-    shards = {param: param.param for param in unit.params}
-    has_values = {param: shard for param, shard in shards.items() if param not in without_values}
-    seen = _as_seen(has_values, offload_to_cpu)
-    seen |= {param: param.as_read(_empty(param)) for param in unit.params if param in without_values}
+    shards = {param: param.param for param in owners}
+    seen = _as_seen({param: shard for param, shard in shards.items() if param not in without_values}, offload_to_cpu)
+    seen |= {param: param.as_read(_empty(param)) for param in without_values}
     fulls = {param: nn.Parameter(seen[param], shard.requires_grad) for param, shard in shards.items()}
     trained = {param: shard.grad for param, shard in shards.items() if with_grads and shard.grad is not None}
     for param, grad in _as_seen(trained, offload_to_cpu).items():
@@ -289,7 +283,7 @@ def _full_parameters(
         fulls[param].grad = grad
     for param, full in fulls.items():
         if full.requires_grad:
-            full.register_post_accumulate_grad_hook(_refuses(unit, param))
+            full.register_post_accumulate_grad_hook(_refuses(owners[param], param))
     return fulls
 
 
@@ -312,9 +306,13 @@ def _refuses(unit: Unit, param: ShardedParam) -> Callable[[Tensor], None]:
 @torch.no_grad()
 def _as_seen(shards: Mapping[ShardedParam, Any], offload_to_cpu: bool) -> dict[ShardedParam, Tensor]:
     """Return what reads of parameters give, gathered from tensors that are sharded as they are."""
-    gathering = gathered({param.fqn: _over_shards(param, shard) for param, shard in shards.items()})
-    seen = {param: param.as_read(full) for param, full in zip(shards, gathering, strict=True)}
-    return {param: one.cpu() for param, one in seen.items()} if offload_to_cpu else seen
+    gathering = gathered([(param.fqn, _over_shards(param, shard)) for param, shard in shards.items()])
+    seen = {}
+    for param, full in zip(shards, gathering, strict=True):
+        one = param.as_read(full)
+        seen[param] = one.cpu() if offload_to_cpu else one  # before the next one is there
+        del full, one
+    return seen
 
 
 def _over_shards(param: ShardedParam, shard: DTensor) -> Tensor:

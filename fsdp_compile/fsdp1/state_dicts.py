@@ -105,7 +105,7 @@ def has_clean_state_dicts(wrapper: Any) -> None:
 def saved_as(kind: StateDictType, values: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """Yield copies of named DTensors as a type of state dict has them, one after another; training goes on."""
     if kind is StateDictType.FULL_STATE_DICT:
-        return gathered(values)
+        return gathered(values.items())
     return (value.detach().clone() for value in values.values())
 
 

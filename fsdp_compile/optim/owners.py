@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._torch_compat import dtensors
 from ..core.mesh import device_of_type
-from ..core.parts import Part, group_over, part_at, parts_of_whole, ranks_beside
+from ..core.parts import Part, cut_dims, group_over, part_at, ranks_beside
 
 # Computes the results of the tensors at these places, from their wholes, input by input; each has its tensor's shape.
 Compute = Callable[..., Sequence[Tensor]]
@@ -135,9 +135,9 @@ class _OnMesh:
                 self._buckets.append({})
                 elements = 0
             elements += param.numel()
-            parts = tuple(part_at(param, at) for at in self._coordinates)
-            senders = frozenset(ranks.index(rank) for rank in parts_of_whole(param, ranks[owner]))
-            self._buckets[-1][place] = _Shared(param.shape, owner, parts, senders)
+            parts = tuple(part_at(mesh, param.placements, param.shape, at) for at in self._coordinates)
+            senders = ranks_beside(ranks[owner], mesh, cut_dims(mesh, param.placements))
+            self._buckets[-1][place] = _Shared(param.shape, owner, parts, frozenset(map(ranks.index, senders)))
         self.mine = [
             place for bucket in self._buckets for place, shared in bucket.items() if shared.owner == self._rank
         ]
@@ -182,8 +182,7 @@ class _OnMesh:
             return tensor
         size, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
         placements = (Shard(0),) * self._mesh.ndim
-        whole = dtensors.dtensor_of(tensor, self._mesh, placements, size, stride)
-        parts = [part_at(whole, at) for at in self._coordinates]
+        parts = [part_at(self._mesh, placements, size, at) for at in self._coordinates]
         shared = _Shared(size, owner, tuple(parts), frozenset())
         received = [0] * self._num_ranks
         received[owner] = shared.numel(self._rank) * tensor.itemsize
