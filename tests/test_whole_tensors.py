@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard
 from torch.optim import Adafactor
 from torch.optim.lr_scheduler import ExponentialLR
 
+from fsdp_compile.core.containers import map_tensors
 from fsdp_compile.optim import WholeTensorOptimizer, owners
 from tests.comparing import assert_same_params, full, local_loss
 from tests.models import Stack, shard, twins
@@ -171,7 +172,7 @@ def _load(folder: str, mesh: tuple[int, ...]) -> None:
         _give_gradients(step, reference)
         other.step()
     # torch's broadcast takes tensors for contiguous, and SOAP's eigenvectors are not (2.11 to 2.15).
-    whole = owners.each_tensor((reference.state_dict(), get_optimizer_state_dict(reference, other)), Tensor.contiguous)
+    whole = map_tensors((reference.state_dict(), get_optimizer_state_dict(reference, other)), Tensor.contiguous)
     runs = [_soap(True, init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "fsdp")[-len(mesh) :])) for _ in range(4)]
     for (model, optimizer), source in zip(runs, ("folder", "whole", "whole on one rank", "plain")):
         of_model, of_optim = get_state_dict(model, optimizer)

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._torch_compat import dtensors, subclasses
+from .._torch_compat import dtensors, process_groups, subclasses
 from ..core.mesh import device_of_type
-from ..core.parts import Part, cut_dims, group_over, inside, parts_of_whole
+from ..core.parts import Part, cut_dims, group_over, inside, local_of, parts_of_whole
 
 _WINDOW_BYTES = 64 << 20  # of full tensors on their way at a time, if nobody says how many
 
@@ -126,6 +126,19 @@ def gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
         full = made.to(slab.whole.device)
         yield full.clone() if subclasses.share_storage(full, slab.whole.local) else full
         del made, full  # before the next one is there
+
+
+@torch.no_grad()
+def send(tensor: Tensor, src: int, group: dist.ProcessGroup | None) -> None:
+    """Give a tensor on all ranks of a group the values that it has on the group's rank ``src``."""
+    local = inside(local_of(tensor))
+    accelerator = torch.accelerator.current_accelerator()
+    by_accelerator = local.device.type == "cpu" and accelerator is not None and not process_groups.takes_cpu(group)
+    sent = (local.to(accelerator) if by_accelerator else local).contiguous()
+    if sent.numel():
+        dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=src)  # whatever dtypes backends know
+    if sent.data_ptr() != local.data_ptr():
+        local.copy_(sent)
 
 
 @dataclass(frozen=True, eq=False)

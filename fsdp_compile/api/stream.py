@@ -28,7 +28,7 @@ from ..core.unit import units_in
 from ..passes.budget.budget import Budget
 from ..passes.ir.module_paths import plain_name
 from . import adapters
-from .exchange import Slab, Whole, landed, this_rank, whole_of, windows_of
+from .exchange import Slab, Whole, landed, send, this_rank, whole_of, windows_of
 from .fitting import raised_on_all, require_module, told
 from .full_params import require_shards
 
@@ -318,12 +318,10 @@ def _from_one(tensors: Iterable[tuple[str, Tensor]], src: int, ranks: Ranks) -> 
         described, is_over = said[0]
         if this_rank() != src:
             held = [(name, torch.empty(shape, dtype=dtype, device=ranks.device)) for name, shape, dtype in described]
-        sent = [value.to(ranks.device).contiguous() for _, value in held]
-        flat = [one.view(-1).view(torch.uint8) for one in sent if one.numel()]
-        works: list[Any] = [dist.broadcast(one, src, ranks.group, async_op=True) for one in flat]
-        for work in works:
-            work.wait()
-        yield from zip([name for name, _ in held], sent)
+        for name, value in held:
+            value = value.to(ranks.device)
+            send(value, ranks.members.index(src), ranks.group)
+            yield name, value
         if error is not None:
             raise error
 

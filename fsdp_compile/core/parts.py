@@ -27,8 +27,8 @@ Part = tuple[slice, ...]
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, whether it is sharded or not, without a gradient."""
-    return dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    """Return what this rank has of a tensor, whether it is sharded or not."""
+    return dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def inside(local: Tensor) -> Tensor:

@@ -147,8 +147,8 @@ def _save(wrapper: Any, state_dict: Any, prefix: str, local_metadata: Any) -> No
 
     settings: StateDictSettings = wrapper._state_dict_settings
     kind = settings.state_dict_type
-    params = {} if wrapper._has_full_params else dict(_params_in(wrapper, prefix))
-    saved = {key: state_dict[key] for key in params if isinstance(state_dict.get(key), DTensor)}
+    sharded = [key for key, param in _params_in(wrapper, prefix) if not param.is_full]
+    saved = {key: state_dict[key] for key in sharded if isinstance(state_dict.get(key), DTensor)}
     state_dict.update(zip(saved, saved_as(kind, saved)))
     for name, dtype in wrapper._saved_buffer_dtypes.items():
         if prefix + name in state_dict:

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
 from ..api.clip import clip_grad_norm
 from ..api.full_params import require_idle, swapped_in
 from ..api.module import no_sync
+from ..core.unit import units_in
 from .comm_hooks import hook_reductions
 from .construct import Constructed
 from .older import OlderOptimState
@@ -69,6 +70,11 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         """Yield the buffers with the names that they had before wrapping."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean(name), buffer
+
+    @property
+    def _has_full_params(self) -> bool:
+        """Whether code runs inside summon_full_params."""
+        return any(param.is_full for unit in units_in(self) for param in unit.params)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self._has_full_params:
@@ -138,19 +144,13 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
             require_idle(units, "manually unshard parameters")
         except RuntimeError as error:
             raise AssertionError(*error.args) from None
-        if any(one._has_full_params for one in wrappers):
+        if any(param.is_full for unit in units for param in unit.params):
             raise AssertionError(
                 "Cannot manually unshard parameters when already unsharding parameters, in an outer summon_full_params "
                 "or apply. Leave that first."
             )
         with swapped_in(units, writeback, rank0_only, offload_to_cpu, with_grads):
-            for one in wrappers:
-                one._has_full_params = True
-            try:
-                yield
-            finally:
-                for one in wrappers:
-                    one._has_full_params = False
+            yield
 
     @staticmethod
     def set_state_dict_type(

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from .._torch_compat import dtensors
+from ..core.containers import map_tensors
 from ..core.mesh import device_of_type
 from ..core.parts import Part, cut_dims, group_over, part_at, ranks_beside
 
@@ -92,11 +93,6 @@ class Owners:
 def device_of(param: Tensor) -> torch.device:
     """Return where a parameter's owner computes, which is not the CPU if the shards are offloaded."""
     return device_of_type(param.device_mesh.device_type) if isinstance(param, DTensor) else param.device
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, whether it is sharded or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,7 @@ class _OnMesh:
     def publish(self, held: Mapping[int, Any]) -> dict[int, Any]:
         described: list[Any] = [None] * self._num_ranks
         shapes = {
-            place: each_tensor(value, lambda one: one.to("meta") if one.ndim else one.cpu())
+            place: map_tensors(value, lambda one: one.to("meta") if one.ndim else one.cpu())
             for place, value in held.items()
         }
         dist.all_gather_object(described, shapes, self._group)
@@ -173,7 +169,7 @@ class _OnMesh:
         for owner, places in enumerate(described):
             for place, shapes in places.items():
                 value = held[place] if owner == self._rank else shapes
-                published[place] = each_tensor(value, functools.partial(self._in_rows, owner))
+                published[place] = map_tensors(value, functools.partial(self._in_rows, owner))
         return published
 
     def _in_rows(self, owner: int, tensor: Tensor) -> Tensor:
@@ -265,14 +261,3 @@ class _Flight:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a value with each tensor in it changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: each_tensor(one, change) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(each_tensor(one, change) for one in value)
-    return value

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .owners import Owners, device_of, each_tensor, local_of
+from ..core.containers import map_tensors
+from ..core.parts import local_of
+from .owners import Owners, device_of
 
 
 class WholeTensorOptimizer(Optimizer):
@@ -102,7 +104,7 @@ class WholeTensorOptimizer(Optimizer):
             state = {}
             if number in state_dict["state"]:
                 # torch's set_optimizer_state_dict leaves out lists without tensors, which SOAP has (2.11 to 2.15).
-                state = {0: {**known.get(param, {}), **each_tensor(state_dict["state"][number], _full)}}
+                state = {0: {**known.get(param, {}), **map_tensors(state_dict["state"][number], _full)}}
             if param in self._owned:
                 groups = [{**_settings(group), "params": [0]}]
                 self._owned[param][0].load_state_dict({"state": state, "param_groups": groups})
