@@ -8,7 +8,7 @@ Parameters are gathered in the dtype in which they are stored, not in that of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,6 @@ from ..core.parts import local_of, write_part
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.running import running
 from .exchange import gathered
-from .fitting import mark_unwritten
 
 
 def require_idle(units: Iterable[Unit], doing: str) -> None:
@@ -114,15 +113,14 @@ def swapped_in(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
-    without_values: Collection[ShardedParam] = (),
 ) -> Iterator[None]:
-    """Register full parameters in the place of the units' shards; those ``without_values`` are not gathered."""
+    """Register full parameters in the place of the units' shards."""
     owners = {param: unit for unit in units for param in unit.params}
     if with_grads:
         _require_grads_everywhere(owners)
     for param in owners:
         param.require_shard()
-    fulls = _full_parameters(owners, offload_to_cpu, with_grads, without_values)
+    fulls = _full_parameters(owners, offload_to_cpu, with_grads)
     swapped = [_Swapped(owners[param], param, full, with_grads) for param, full in fulls.items()]
     said = _said_of_grads(swapped, writeback, rank0_only, with_grads)
     with in_place_of_shards(fulls, rank0_only):
@@ -268,14 +266,10 @@ def _is_first(param: ShardedParam) -> bool:
 
 
 def _full_parameters(
-    owners: Mapping[ShardedParam, Unit],
-    offload_to_cpu: bool,
-    with_grads: bool,
-    without_values: Collection[ShardedParam],
+    owners: Mapping[ShardedParam, Unit], offload_to_cpu: bool, with_grads: bool
 ) -> dict[ShardedParam, nn.Parameter]:
     shards = {param: param.param for param in owners}
-    seen = _as_seen({param: shard for param, shard in shards.items() if param not in without_values}, offload_to_cpu)
-    seen |= {param: param.as_read(_empty(param)) for param in without_values}
+    seen = _as_seen(shards, offload_to_cpu)
     fulls = {param: nn.Parameter(seen[param], shard.requires_grad) for param, shard in shards.items()}
     trained = {param: shard.grad for param, shard in shards.items() if with_grads and shard.grad is not None}
     for param, grad in _as_seen(trained, offload_to_cpu).items():
@@ -285,12 +279,6 @@ def _full_parameters(
         if full.requires_grad:
             full.register_post_accumulate_grad_hook(_refuses(owners[param], param))
     return fulls
-
-
-def _empty(param: ShardedParam) -> Tensor:
-    full = torch.empty(param.layout.size, dtype=param.param.dtype, device=param.mesh.device)
-    mark_unwritten(full)
-    return full
 
 
 def _refuses(unit: Unit, param: ShardedParam) -> Callable[[Tensor], None]:
