@@ -3,10 +3,10 @@
     small tensors      a slab each: the part of every rank
     a larger one       slabs of some rows of every part, so that all ranks send as much
     in pieces          slabs of some rows of the whole, which few ranks may have
-    window             slabs, one behind the other; those of one group, dtype and destination travel packed
+    window             slabs, one behind the other; small ones of one group, dtype and destination travel packed
 
-    to all ranks       one all-gather, padded to the longest part; where that doubles the bytes, a broadcast from each
-                       rank that has something
+    to all ranks       one all-gather, padded to the longest part, of which nothing is copied if it makes a whole as it
+                       arrives; where padding doubles the bytes, a broadcast from each rank that has something
     to one rank        one all-to-all, in which only that rank receives
 
 All of it follows from shapes, dtypes and placements, so every rank launches the same.
@@ -29,6 +29,7 @@ from .._torch_compat import dtensors, process_groups, subclasses
 from ..core.mesh import device_of_type
 from ..core.parts import Part, cut_dims, group_over, inside, local_of, parts_of_whole
 
+_ALONE_BYTES = 1 << 20  # from which on a slab travels alone: packing it takes longer than a launch
 _WINDOW_BYTES = 64 << 20  # of full tensors on their way at a time, if nobody says how many
 
 
@@ -165,6 +166,13 @@ class Slab:
         padded = max(lengths, default=0) * len(lengths)
         return (padded if padded <= 2 * sum(lengths) else sum(lengths)) * self.whole.dtype.itemsize
 
+    def is_in_order(self, ranks: Sequence[int]) -> bool:
+        """Whether the parts of these ranks, one behind the other, are its piece."""
+        starts = [self.rows[rank].start for rank in ranks]
+        numel, num_rows = math.prod(self.shape), len(self.piece) // len(ranks)
+        is_cut_evenly = all(self.numel(rank) * len(ranks) == numel for rank in ranks)
+        return is_cut_evenly and starts == [*range(self.piece.start, self.piece.stop, max(num_rows, 1))]
+
     def place(self, made: Tensor, rank: int) -> Tensor:
         """Return where the rows of ``rank`` belong in the piece."""
         rows, first = self.rows[rank], self.piece.start
@@ -217,12 +225,14 @@ class Flight:
 
     def __init__(self, window: Sequence[Slab]) -> None:
         self._arriving: dict[int, dict[int, Tensor]] = {}  # by the slab's id, what comes from each rank
+        self._whole: dict[int, Tensor] = {}  # by the slab's id, what arrives as the piece that it makes
         self._works: list[Any] = []
         together: dict[Any, list[Slab]] = {}
         for slab in window:
             dst = slab.whole.dst
             if this_rank() in slab.rows and (dst is None or dst in slab.rows):
-                key = slab.whole.group, slab.whole.dtype, dst, tuple(slab.rows)
+                alone = slab if slab.num_bytes >= _ALONE_BYTES else None
+                key = slab.whole.group, slab.whole.dtype, dst, tuple(slab.rows), alone
                 together.setdefault(key, []).append(slab)
         self._sent = [self._launch(slabs) for slabs in together.values()]  # lives until it is sent
 
@@ -238,6 +248,8 @@ class Flight:
             return whole.make().to(whole.dtype)
         if not whole.parts:
             return (whole.own_rows(slab.piece) if whole.shape else whole.local).to(whole.dtype)
+        if id(slab) in self._whole:
+            return self._whole.pop(id(slab)).view(slab.shape)
         if made is None:
             made = torch.empty(slab.shape, dtype=whole.dtype, device=whole.device)
         for rank, came in self._arriving.pop(id(slab), {}).items():
@@ -267,6 +279,9 @@ class Flight:
         elif is_padded:
             every = empty(longest * len(ranks))
             start(dist.all_gather_into_tensor, every, sent)
+            if len(slabs) == 1 and slabs[0].is_in_order(ranks):
+                self._whole[id(slabs[0])] = every
+                return sent
             arrived = [one[:length] for one, length in zip(every.split(longest), lengths)]
         elif whole.dst is None:
             arrived = [sent if one == rank else empty(length) for one, length in zip(ranks, lengths)]
