@@ -272,11 +272,13 @@ class Flight:
         longest, total = max(lengths), sum(lengths)
         is_padded = whole.dst is None and longest * len(ranks) <= 2 * total
         own = [slab.whole.own_rows(slab.rows[rank]) for slab in slabs]
-        sent = _packed(own, empty, longest if is_padded else lengths[ranks.index(rank)])
+        flat = [part.to(whole.device, whole.dtype).reshape(-1) for part in own]
+        padding = (longest if is_padded else lengths[ranks.index(rank)]) - sum(map(len, flat))
+        sent = flat[0] if len(flat) == 1 and not padding else torch.cat([*flat, empty(padding)])
         arrived: Sequence[Tensor]
         if total == 0:
-            arrived = [empty(0) for _ in ranks]
-        elif is_padded:
+            return sent
+        if is_padded:
             every = empty(longest * len(ranks))
             start(dist.all_gather_into_tensor, every, sent)
             if len(slabs) == 1 and slabs[0].is_in_order(ranks):
@@ -299,15 +301,3 @@ class Flight:
             for slab, came in zip(slabs, tensor.split([slab.numel(one) for slab in slabs])):
                 self._arriving.setdefault(id(slab), {})[one] = came
         return sent
-
-
-def _packed(parts: Sequence[Tensor], empty: Callable[[int], Tensor], length: int) -> Tensor:
-    """Return the parts one behind the other; a single one that can travel as it is is not copied."""
-    if len(parts) == 1 and parts[0].numel() == length and parts[0].is_contiguous():
-        none = empty(0)
-        return parts[0].to(none.device, none.dtype).view(-1)
-    packed, at = empty(length), 0
-    for part in parts:
-        packed[at : at + part.numel()].view(part.shape).copy_(part)
-        at += part.numel()
-    return packed

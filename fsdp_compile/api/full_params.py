@@ -295,12 +295,10 @@ def _refuses(unit: Unit, param: ShardedParam) -> Callable[[Tensor], None]:
 def _as_seen(shards: Mapping[ShardedParam, Any], offload_to_cpu: bool) -> dict[ShardedParam, Tensor]:
     """Return what reads of parameters give, gathered from tensors that are sharded as they are."""
     gathering = gathered([(param.fqn, _over_shards(param, shard)) for param, shard in shards.items()])
-    seen = {}
-    for param, full in zip(shards, gathering, strict=True):
-        one = param.as_read(full)
-        seen[param] = one.cpu() if offload_to_cpu else one  # before the next one is there
-        del full, one
-    return seen
+    return {
+        param: param.as_read(full).to("cpu" if offload_to_cpu else full.device)
+        for param, full in zip(shards, gathering, strict=True)
+    }
 
 
 def _over_shards(param: ShardedParam, shard: DTensor) -> Tensor:
