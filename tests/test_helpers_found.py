@@ -154,7 +154,7 @@ def test_full_parameters_refuse_wrong_orders_casts_shapes_and_the_middle_of_a_st
 def test_full_parameters_refuse_what_would_be_lost() -> None:
     unsharded, model = tied_and_sharded()
     with full_params(model):
-        with pytest.raises(RuntimeError, match=r"embed.weight is full already, by an outer full_params\. Leave that"), full_params(model):
+        with pytest.raises(RuntimeError, match=r"while embed.weight is a full parameter\. Do it outside"), full_params(model):
             pass  # fmt: skip
         assert torch.equal(model.head.bias, unsharded.head.bias), "the outer one holds on"
         with pytest.raises(RuntimeError, match=r"is full, inside full_params.* Copy the model outside"):

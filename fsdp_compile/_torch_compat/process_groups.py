@@ -138,6 +138,11 @@ def start_fake_groups():
 """
 
 
+def takes_cpu(group: torch.distributed.ProcessGroup | None) -> bool:
+    """Whether a group, by default that of all ranks, communicates tensors on the CPU."""
+    return backend_of(group or torch.distributed.group.WORLD, "cpu") != "nccl"  # type: ignore[arg-type]
+
+
 _PRETENDED: list[str] = []  # backends of the pretended worlds, the innermost last
 
 

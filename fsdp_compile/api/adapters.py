@@ -19,6 +19,7 @@ from .._torch_compat import dynamo, fsdp1
 from ..core.unit import WRAPPED, units_in
 from ..passes.ir.module_paths import plain_name
 from .exchange import gathered
+from .full_params import in_place_of_shards
 
 # The parts that PEFT puts into the names of a module's weights; modules_to_save is the copy that it trains.
 BETWEEN = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -91,24 +92,15 @@ def merged(model: nn.Module, layer: Any, name: str) -> Tensor:
     params = [
         param for unit in units_in(model) for param in unit.params if any(slot.module in inside for slot in param.slots)
     ]
-    shards = [param.param for param in params]
-    fulls = gathered(shards)
+    fulls = gathered([(param.fqn, param.param) for param in params])
     base, were_merged, before = layer.get_base_layer(), [*layer.merged_adapters], {}
     try:
-        for param, full in zip(params, fulls):
-            param.is_full = True
-            put = nn.Parameter(full, requires_grad=False)
-            for slot in param.slots:
-                slot.register(put)
-        before = {one: one.data for one in base.parameters(recurse=False)}
-        layer.merge(safe_merge=True)  # which writes to a copy
-        found: Tensor = getattr(base, name).data
+        with in_place_of_shards({param: nn.Parameter(full, False) for param, full in zip(params, fulls, strict=True)}):
+            before = {one: one.data for one in base.parameters(recurse=False)}
+            layer.merge(safe_merge=True)  # which writes to a copy
+            found: Tensor = getattr(base, name).data
     finally:
         layer.merged_adapters[:] = were_merged
         for one, data in before.items():
             one.data = data
-        for param, shard in zip(params, shards):
-            param.is_full = False
-            for slot in param.slots:
-                slot.register(shard)
     return found

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensors
+from ..core.parts import cut_dims, local_of
 from .full_params import require_lasting_grads
 
 
@@ -127,7 +127,7 @@ def clip_grad_norm(
         )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for grad in grads:
-        local = dtensors.local_tensor(grad) if isinstance(grad, DTensor) else grad
+        local = local_of(grad)
         local.mul_(scale.to(local.device, local.dtype))
     dtype = grads[0].dtype
     for grad in grads:
@@ -137,21 +137,14 @@ def clip_grad_norm(
 
 def _numbers_in(grad: Tensor) -> Tensor:
     """Return this rank's part of a gradient."""
-    if isinstance(grad, DTensor):
-        return dtensors.local_tensor(grad)
-    return grad.values() if grad.is_sparse else grad
+    return grad.values() if grad.is_sparse else local_of(grad)
 
 
 def _ways_cut(param: Tensor) -> tuple[Any, tuple[int, ...]]:
     """Return the mesh of a parameter, and the mesh dimensions over which it is sharded."""
     if not isinstance(param, DTensor):
         return None, ()
-    dims = tuple(
-        dim
-        for dim, placement in enumerate(param.placements)
-        if placement.is_shard() or isinstance(placement, dtensors.StridedShard)
-    )
-    return param.device_mesh, dims
+    return param.device_mesh, tuple(cut_dims(param.device_mesh, param.placements))
 
 
 def _all_reduce(value: Tensor, mesh: Any, dims: tuple[int, ...], op: Any) -> None:

@@ -3,10 +3,10 @@
     small tensors      a slab each: the part of every rank
     a larger one       slabs of some rows of every part, so that all ranks send as much
     in pieces          slabs of some rows of the whole, which few ranks may have
-    window             slabs, one behind the other; those of one group, dtype and destination travel packed
+    window             slabs, one behind the other; small ones of one group, dtype and destination travel packed
 
-    to all ranks       one all-gather, padded to the longest part; where that doubles the bytes, a broadcast from each
-                       rank that has something
+    to all ranks       one all-gather, padded to the longest part, of which nothing is copied if it makes a whole as it
+                       arrives; where padding doubles the bytes, a broadcast from each rank that has something
     to one rank        one all-to-all, in which only that rank receives
 
 All of it follows from shapes, dtypes and placements, so every rank launches the same.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._torch_compat import dtensors, subclasses
+from .._torch_compat import dtensors, process_groups, subclasses
 from ..core.mesh import device_of_type
-from ..core.parts import Part, coordinate_of, cut_dims, group_over, holders, part_at
+from ..core.parts import Part, cut_dims, group_over, inside, local_of, parts_of_whole
+
+_ALONE_BYTES = 1 << 20  # from which on a slab travels alone: packing it takes longer than a launch
+_WINDOW_BYTES = 64 << 20  # of full tensors on their way at a time, if nobody says how many
 
 
 def this_rank() -> int:
@@ -107,30 +109,37 @@ def whole_of(
         )
     mesh = tensor.device_mesh
     device = device_of_type(mesh.device_type)
-    cut = cut_dims(tensor)
+    cut = cut_dims(mesh, tensor.placements)
     if not cut:
         return Whole(tuple(names), tensor.shape, cast, local, device, dst)
     group = group_over(mesh, cut)  # made by all ranks, whoever sends
     # ``dst`` may be on another mesh, with parameters of the same names: then nobody sends here.
-    ranks = holders(tensor, this_rank() if dst is None or dst not in mesh.mesh else dst)
-    parts = {rank: part_at(tensor, coordinate_of(mesh, rank)) for rank in ranks}
+    sends = this_rank() if dst is None or dst not in mesh.mesh else dst
+    parts = parts_of_whole(mesh, tensor.placements, tensor.shape, sends)
     return Whole(tuple(names), tensor.shape, cast, local, device, dst, parts, group)
 
 
-def gathered(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return each tensor as a whole; every rank gets it, and all ranks call this together."""
-    window = [slab for tensor in tensors for slab in whole_of(["a tensor"], tensor).slabs(sys.maxsize, in_pieces=False)]
-    flight = Flight(window)
-    flight.wait()
-    return [flight.put(slab, None) for slab in window]
+def gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
+    """Yield a copy of each tensor as a whole, on its mesh's device; all ranks read this together, and each gets it."""
+    windows = windows_of([whole_of([name], tensor) for name, tensor in named], _WINDOW_BYTES, in_pieces=False)
+    for slab, made in landed(list(windows)):
+        assert made is not None
+        full = made.to(slab.whole.device)
+        yield full.clone() if subclasses.share_storage(full, slab.whole.local) else full
+        del made, full  # before the next one is there
 
 
-def inside(local: Tensor) -> Tensor:
-    """Return the tensor of the same shape and dtype inside one of a subclass, if it has that alone."""
-    tensors = subclasses.plain_tensors_in(local)
-    if len(tensors) == 1 and tensors[0].shape == local.shape and tensors[0].dtype == local.dtype:
-        return tensors[0]
-    return local
+@torch.no_grad()
+def send(tensor: Tensor, src: int, group: dist.ProcessGroup | None) -> None:
+    """Give a tensor on all ranks of a group the values that it has on the group's rank ``src``."""
+    local = inside(local_of(tensor))
+    accelerator = torch.accelerator.current_accelerator()
+    by_accelerator = local.device.type == "cpu" and accelerator is not None and not process_groups.takes_cpu(group)
+    sent = (local.to(accelerator) if by_accelerator else local).contiguous()
+    if sent.numel():
+        dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=src)  # whatever dtypes backends know
+    if sent.data_ptr() != local.data_ptr():
+        local.copy_(sent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +166,13 @@ class Slab:
         padded = max(lengths, default=0) * len(lengths)
         return (padded if padded <= 2 * sum(lengths) else sum(lengths)) * self.whole.dtype.itemsize
 
+    def is_in_order(self, ranks: Sequence[int]) -> bool:
+        """Whether the parts of these ranks, one behind the other, are its piece."""
+        starts = [self.rows[rank].start for rank in ranks]
+        numel, num_rows = math.prod(self.shape), len(self.piece) // len(ranks)
+        is_cut_evenly = all(self.numel(rank) * len(ranks) == numel for rank in ranks)
+        return is_cut_evenly and starts == [*range(self.piece.start, self.piece.stop, max(num_rows, 1))]
+
     def place(self, made: Tensor, rank: int) -> Tensor:
         """Return where the rows of ``rank`` belong in the piece."""
         rows, first = self.rows[rank], self.piece.start
@@ -178,17 +194,45 @@ def windows_of(wholes: Iterable[Whole], most: int, in_pieces: bool) -> Iterator[
         yield window
 
 
+@torch.no_grad()
+def landed(
+    windows: Sequence[Sequence[Slab]], ask: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Slab, Tensor | None]]:
+    """Yield tensors that became whole, or their pieces; None where they are not sent. ``ask`` runs before a launch."""
+    flights: list[Flight] = []
+    made: Tensor | None = None
+    try:
+        for number, window in enumerate(windows):
+            for launched in windows[number + len(flights) : number + 2]:
+                ask()
+                flights.append(Flight(launched))
+            flights[0].wait()
+            for slab in window:
+                if slab.whole.is_here or slab.whole.make is not None:
+                    made = flights[0].put(slab, made)
+                if slab.is_last:
+                    whole, made = made if slab.whole.is_here else None, None
+                    yield slab, whole
+                    del whole  # before the next one is made
+            del flights[0]
+    finally:
+        for flight in flights:  # it lands, as it does on the other ranks
+            flight.wait()
+
+
 class Flight:
     """A window on its way."""
 
     def __init__(self, window: Sequence[Slab]) -> None:
         self._arriving: dict[int, dict[int, Tensor]] = {}  # by the slab's id, what comes from each rank
+        self._whole: dict[int, Tensor] = {}  # by the slab's id, what arrives as the piece that it makes
         self._works: list[Any] = []
         together: dict[Any, list[Slab]] = {}
         for slab in window:
             dst = slab.whole.dst
             if this_rank() in slab.rows and (dst is None or dst in slab.rows):
-                key = slab.whole.group, slab.whole.dtype, dst, tuple(slab.rows)
+                alone = slab if slab.num_bytes >= _ALONE_BYTES else None
+                key = slab.whole.group, slab.whole.dtype, dst, tuple(slab.rows), alone
                 together.setdefault(key, []).append(slab)
         self._sent = [self._launch(slabs) for slabs in together.values()]  # lives until it is sent
 
@@ -204,6 +248,8 @@ class Flight:
             return whole.make().to(whole.dtype)
         if not whole.parts:
             return (whole.own_rows(slab.piece) if whole.shape else whole.local).to(whole.dtype)
+        if id(slab) in self._whole:
+            return self._whole.pop(id(slab)).view(slab.shape)
         if made is None:
             made = torch.empty(slab.shape, dtype=whole.dtype, device=whole.device)
         for rank, came in self._arriving.pop(id(slab), {}).items():
@@ -226,13 +272,18 @@ class Flight:
         longest, total = max(lengths), sum(lengths)
         is_padded = whole.dst is None and longest * len(ranks) <= 2 * total
         own = [slab.whole.own_rows(slab.rows[rank]) for slab in slabs]
-        sent = _packed(own, empty, longest if is_padded else lengths[ranks.index(rank)])
+        flat = [part.to(whole.device, whole.dtype).reshape(-1) for part in own]
+        padding = (longest if is_padded else lengths[ranks.index(rank)]) - sum(map(len, flat))
+        sent = flat[0] if len(flat) == 1 and not padding else torch.cat([*flat, empty(padding)])
         arrived: Sequence[Tensor]
         if total == 0:
-            arrived = [empty(0) for _ in ranks]
-        elif is_padded:
+            return sent
+        if is_padded:
             every = empty(longest * len(ranks))
             start(dist.all_gather_into_tensor, every, sent)
+            if len(slabs) == 1 and slabs[0].is_in_order(ranks):
+                self._whole[id(slabs[0])] = every
+                return sent
             arrived = [one[:length] for one, length in zip(every.split(longest), lengths)]
         elif whole.dst is None:
             arrived = [sent if one == rank else empty(length) for one, length in zip(ranks, lengths)]
@@ -250,15 +301,3 @@ class Flight:
             for slab, came in zip(slabs, tensor.split([slab.numel(one) for slab in slabs])):
                 self._arriving.setdefault(id(slab), {})[one] = came
         return sent
-
-
-def _packed(parts: Sequence[Tensor], empty: Callable[[int], Tensor], length: int) -> Tensor:
-    """Return the parts one behind the other; a single one that can travel as it is is not copied."""
-    if len(parts) == 1 and parts[0].numel() == length and parts[0].is_contiguous():
-        none = empty(0)
-        return parts[0].to(none.device, none.dtype).view(-1)
-    packed, at = empty(length), 0
-    for part in parts:
-        packed[at : at + part.numel()].view(part.shape).copy_(part)
-        at += part.numel()
-    return packed

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensors
+from ..core.parts import local_of
 from ..passes.ir.module_paths import plain_name
 
 # Bit patterns that no initialization writes: as floats, they are NaNs that no computation produces.
@@ -146,7 +146,7 @@ def _described(tensor: tuple[str, tuple[int, ...], str]) -> str:
 
 
 def _as_bits(tensor: Tensor) -> tuple[Tensor, int] | None:
-    local = dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    local = local_of(tensor).detach()
     if type(local) is not Tensor or local.element_size() not in _MARKS or local.is_sparse:
         return None  # one byte has no bit pattern to spare
     dtype, mark = _MARKS[local.element_size()]

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensors, dynamo, process_groups
+from .._torch_compat import dynamo, process_groups
 from ..core.mesh import device_of_type, device_type_here
 from ..core.param import READS, ShardedParam
 from ..core.unit import original_class, units_in
+from .exchange import send
 from .fitting import loaded_from_first, mark_unwritten, require_alike, require_module, require_written
 from .own_values import Own, initialize_all, own_places
 
@@ -199,22 +200,10 @@ def sync_module_states(model: ModelT, src: int = 0, group: dist.ProcessGroup | N
     for _, tensor in named:
         param = sharded.get(tensor)
         if not isinstance(tensor, DTensor):
-            _send(tensor, dist.get_group_rank(group, src), group)
+            send(tensor, dist.get_group_rank(group, src), group)
         elif param is not None and param.mesh.replicate_group:
-            local = dtensors.local_tensor(tensor)
-            _send(local, 0, process_groups.process_group(param.mesh.replicate_group))
+            send(tensor, 0, process_groups.process_group(param.mesh.replicate_group))
     return model
-
-
-def _send(tensor: Tensor, first: int, group: Any) -> None:
-    """Broadcast from the group's rank ``first``, by way of a device that the group's backend sends from."""
-    sent = tensor.detach()
-    if sent.device.type == "cpu" and dist.get_backend(group) == "nccl":
-        sent = sent.to("cuda")
-    sent = sent.contiguous()
-    dist.broadcast(sent, group=group, group_src=first)
-    if sent.data_ptr() != tensor.data_ptr():
-        tensor.copy_(sent)
 
 
 def cast_buffers(model: ModelT, dtype: torch.dtype) -> ModelT:

@@ -10,20 +10,24 @@ so that only that is gathered.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch_compat import dtensors
+from ..core.mesh import device_of_type
+from ..core.param import ShardedParam, Slot
+from ..core.parts import write_part
 from ..core.unit import Unit, original_class
 from .auto_shard import inside_out
+from .exchange import gathered
 from .fitting import mark_unwritten, told
-from .full_params import swapped_in
+from .full_params import in_place_of_shards
 
 INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
 Place = tuple[nn.Module, str]  # of a parameter: the module that has it, and its name there
@@ -134,64 +138,67 @@ def initialize_all(
             for slot in param.slots:
                 of_module.setdefault(slot.module, set()).add(unit)
     order = {place: index for index, place in enumerate(missing)}
-    there: list[Unit] = []
-    failed: tuple[nn.Module, Exception] | None = None
-    done: set[Place] = set()
     had: set[nn.Module] = set()
-    with ExitStack() as scope:
-        for module, places in steps:
-            touched = {module, *(one for one, _ in places)}
-            used = {unit for one in touched for unit in of_module.get(one, ())}
-            its = [unit for unit in units if unit in used]
-            if its and its != there:
-                scope.close()
-                params = [param for unit in its if isinstance(initialize, Own) for param in unit.params]
-                without_values = [
-                    param
-                    for param in params
-                    if all((slot.module, slot.name) in order and slot.module not in had for slot in param.slots)
-                ]
-                scope.enter_context(swapped_in(its, writeback=True, without_values=without_values))
-                there = its
-            with _whole(sorted((one for one in places if one in order), key=order.__getitem__), done):
+    failed: tuple[nn.Module, Exception] | None = None
+
+    def units_used(step: Step) -> tuple[list[Unit], nn.Module | None]:
+        module, places = step
+        used = {unit for one in (module, *(one for one, _ in places)) for unit in of_module.get(one, ())}
+        return [unit for unit in units if unit in used], None if used else module
+
+    def has_values(slot: Slot) -> bool:
+        return not isinstance(initialize, Own) or (slot.module, slot.name) not in order or slot.module in had
+
+    for (its, _), some in itertools.groupby(steps, units_used):
+        calls, sharded = list(some), [param for unit in its for param in unit.params]
+        slots: dict[Any, list[Slot]] = {param.param: [*param.slots] for param in sharded}
+        written = {place for _, places in calls for place in places if place in order}
+        for slot in [Slot(module, name) for module, name in sorted(written, key=order.__getitem__)]:
+            if isinstance(slot.param, DTensor) and slot not in slots.setdefault(slot.param, []):
+                slots[slot.param].append(slot)
+        with _whole(slots, sharded, has_values):
+            for module, _ in calls:
                 if failed is None:
                     try:
                         initialize(module)
                     except Exception as error:
                         failed = module, error
-            had.update(module.modules())
+                had.update(module.modules())
     _raise_everywhere(failed)
 
 
 @contextmanager
-def _whole(places: Sequence[Place], done: set[Place]) -> Iterator[None]:
+def _whole(
+    slots: dict[Any, list[Slot]], sharded: Sequence[ShardedParam], has_values: Callable[[Slot], bool]
+) -> Iterator[None]:
     """Put plain tensors in the place of DTensors, whose random numbers would be alike on every rank of their mesh."""
-    distributed: dict[DTensor, list[Place]] = {}
-    for module, name in places:
-        registered = module._parameters[name]
-        if isinstance(registered, DTensor):
-            distributed.setdefault(registered, []).append((module, name))
-    whole: dict[DTensor, nn.Parameter] = {}
-    for param in distributed:
-        if done.isdisjoint(distributed[param]):
-            local = dtensors.local_tensor(param)
-            full = torch.empty(param.shape, dtype=local.dtype, device=local.device)
-            mark_unwritten(full)
-        else:
-            full = param.full_tensor()
-        whole[param] = nn.Parameter(full, requires_grad=param.requires_grad)
-        done.update(distributed[param])
-    try:
-        for param, full in whole.items():
-            for module, name in distributed[param]:
-                module._parameters[name] = full
-        yield
-    finally:
-        for param, full in whole.items():
-            part = distribute_tensor(full.detach(), param.device_mesh, param.placements, src_data_rank=None)
-            dtensors.local_tensor(param).copy_(dtensors.local_tensor(part))
-            for module, name in distributed[param]:
-                module._parameters[name] = param  # type: ignore[assignment]
+    known = [tensor for tensor, its in slots.items() if any(map(has_values, its))]
+    values = dict(zip(known, gathered((slots[one][0].name, one) for one in known), strict=True))
+    fulls = {}
+    for tensor in slots:
+        if tensor not in values:
+            device = device_of_type(tensor.device_mesh.device_type)
+            values[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            mark_unwritten(values[tensor])
+        fulls[tensor] = nn.Parameter(values[tensor], tensor.requires_grad)
+    with in_place_of_shards({param: fulls[param.param] for param in sharded}):
+        for tensor, full in fulls.items():
+            for slot in slots[tensor]:
+                slot.register(full)
+        try:
+            yield
+        finally:
+            for tensor, full in fulls.items():
+                put = next((slot.param for slot in slots[tensor] if slot.param is not full), full)
+                if put.shape != tensor.shape:
+                    raise RuntimeError(
+                        f"materialize: {slots[tensor][0].name} has shape {tuple(tensor.shape)}, and was given one of "
+                        f"{tuple(put.shape)} where its module initializes itself. Keep its shape."
+                    )
+                write_part(tensor, put)
+                tensor.requires_grad_(put.requires_grad)
+                for slot in slots[tensor]:
+                    slot.register(tensor)
 
 
 def _raise_everywhere(failed: tuple[nn.Module, Exception] | None) -> None:

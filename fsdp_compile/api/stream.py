@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensors, process_groups, subclasses
+from .._torch_compat import process_groups, subclasses
 from ..core.mesh import device_of_type
-from ..core.parts import coordinate_of, part_at
+from ..core.parts import write_part
 from ..core.unit import units_in
 from ..passes.budget.budget import Budget
 from ..passes.ir.module_paths import plain_name
 from . import adapters
-from .exchange import Flight, Slab, Whole, inside, this_rank, whole_of, windows_of
+from .exchange import Slab, Whole, landed, send, this_rank, whole_of, windows_of
 from .fitting import raised_on_all, require_module, told
-from .full_params import require_idle
+from .full_params import require_shards
 
 _LOADED_BYTES = 64 << 20  # of full tensors that one rank sends at a time
 
@@ -46,23 +46,6 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
             if tensor is not None:
                 found[plain_name(f"{path}.{name}" if path else name)] = tensor
     return found
-
-
-def require_shards(model: nn.Module, doing: str) -> None:
-    """Raise inside a forward, a backward, or where full parameters are in the shards' places."""
-    units = units_in(model)
-    try:
-        require_idle(units, doing)
-    except AssertionError as error:
-        raise RuntimeError(*error.args) from None
-    for unit in units:
-        for param in unit.params:
-            shard = param.param
-            if not isinstance(shard, DTensor) or shard.device_mesh != param.shard.device_mesh:  # type: ignore[attr-defined]
-                raise RuntimeError(
-                    f"{unit.name}: cannot {doing} while {param.fqn} is a full parameter. Do it outside of full_params "
-                    "and summon_full_params."
-                )
 
 
 def bytes_of(setting: str, said: Any) -> int:
@@ -118,7 +101,7 @@ def stream_full_params(
             raise ValueError(f"stream_full_params: dst={dst!r} is none of the model's ranks, {ranks.members}.")
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"stream_full_params: dtype is {dtype}. Pass a floating-point dtype.")
-        require_shards(model, "stream weights")
+        require_shards(units_in(model), "stream weights")
         tensors, makes = saved_tensors(model), {}
         if merge_adapters:
             tensors, makes = adapters.merged_names(model, tensors), adapters.merges(model)
@@ -170,29 +153,12 @@ def stream_wholes(
     return stream
 
 
-@torch.no_grad()
 def _stream(windows: list[list[Slab]], ranks: Ranks) -> Iterator[Any]:
-    flights: list[Flight] = []
-    made: Tensor | None = None
     try:
         yield None
-        for number, window in enumerate(windows):
-            for launched in windows[number + len(flights) : number + 2]:
-                ranks.ask()
-                flights.append(Flight(launched))
-            flights[0].wait()
-            for slab in window:
-                if slab.whole.is_here or slab.whole.make is not None:
-                    made = flights[0].put(slab, made)
-                if slab.is_last:
-                    whole, made = made if slab.whole.is_here else None, None
-                    yield slab, whole
-                    del whole  # before the next one is made
-            del flights[0]
+        yield from landed(windows, ranks.ask)
         ranks.ask()
     except BaseException:
-        for flight in flights:  # it lands, as it does on the other ranks
-            flight.wait()
         ranks.leave()
         raise
 
@@ -271,7 +237,7 @@ def load_full_params(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *,
     require_module("load_full_params", model)
     ranks = Ranks.of(model, "load_full_params")
     with ranks.raise_together():
-        require_shards(model, "load weights")
+        require_shards(units_in(model), "load weights")
         if src is not None and getattr(tensors, "gi_code", None) is _by_name.__code__:
             raise ValueError(
                 f"load_full_params: with src={src}, that rank alone reads what it passes, and every rank must read a "
@@ -318,9 +284,9 @@ class Loader:
         if isinstance(value, DTensor):
             raise TypeError(f"load_full_params: {name} came as a DTensor. Pass a full tensor, as of full_tensor().")
         tensor = self._tensors[name]
-        first = self._rows.get(name, 0)
-        is_piece = value.shape != tensor.shape
-        if is_piece:
+        first = 0
+        if value.shape != tensor.shape:
+            first = self._rows.get(name, 0)
             fits = value.ndim == tensor.ndim > 0 and value.shape[1:] == tensor.shape[1:]
             if not fits or first + value.shape[0] > tensor.shape[0]:
                 behind = f" after {first} rows" if first else ""
@@ -330,24 +296,7 @@ class Loader:
                 )
             self._rows[name] = (first + value.shape[0]) % tensor.shape[0]
         self._came.add(id(tensor))
-        self._copy(tensor, value, range(first, first + value.shape[0]) if is_piece else None)
-
-    def _copy(self, tensor: Tensor, value: Tensor, rows: range | None) -> None:
-        local, part = tensor.detach(), tuple(slice(0, length) for length in tensor.shape)
-        if isinstance(tensor, DTensor):
-            local = dtensors.local_tensor(tensor)
-            part = part_at(tensor, coordinate_of(tensor.device_mesh, this_rank()))
-        there = inside(local)
-        if rows is not None:
-            mine = range(part[0].start, part[0].stop)
-            start, stop = max(rows.start, mine.start), min(rows.stop, mine.stop)
-            if start >= stop:
-                return
-            there = there[start - mine.start : stop - mine.start]
-            part = (slice(start - rows.start, stop - rows.start), *part[1:])
-        there.detach().copy_(value[part])
-        if local is not there and type(local) is not Tensor:
-            torch.autograd.graph.increment_version(local)  # that of the tensor inside rose
+        write_part(tensor, value, first)
 
 
 def _from_one(tensors: Iterable[tuple[str, Tensor]], src: int, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
@@ -369,12 +318,10 @@ def _from_one(tensors: Iterable[tuple[str, Tensor]], src: int, ranks: Ranks) -> 
         described, is_over = said[0]
         if this_rank() != src:
             held = [(name, torch.empty(shape, dtype=dtype, device=ranks.device)) for name, shape, dtype in described]
-        sent = [value.to(ranks.device).contiguous() for _, value in held]
-        flat = [one.view(-1).view(torch.uint8) for one in sent if one.numel()]
-        works: list[Any] = [dist.broadcast(one, src, ranks.group, async_op=True) for one in flat]
-        for work in works:
-            work.wait()
-        yield from zip([name for name, _ in held], sent)
+        for name, value in held:
+            value = value.to(ranks.device)
+            send(value, ranks.members.index(src), ranks.group)
+            yield name, value
         if error is not None:
             raise error
 

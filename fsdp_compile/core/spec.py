@@ -10,7 +10,6 @@ import torch
 
 from .._torch_compat import autograd, dtensors
 from ..passes.wire.layout import reduction_of
-from ..passes.wire.spec import ParamSpec
 from .extension import ALL_ARGUMENTS, Protocol, arity_of, halves_of, why_not_traced
 from .mesh import ShardMesh
 from .param import ReadSpec, ShardedParam
@@ -69,31 +68,6 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
         device=str(unit.mesh.device) if unit.computes_elsewhere else "",
         is_table=param.is_table,
         pinned=unit.computes_elsewhere and dtensors.is_pinned(param.shard),
-    )
-
-
-def stored_spec(param: ShardedParam, dtype: torch.dtype, order: int) -> ParamSpec:
-    """Return the spec with which something like the parameter's shard is gathered, as it is stored."""
-    layout, mesh = param.layout, param.mesh
-    return ParamSpec(
-        fqn=param.fqn,
-        unit="",
-        order=order,
-        size=layout.size,
-        dim=layout.dim,
-        num_shards=layout.num_shards,
-        local_length=layout.local_size(mesh.rank)[layout.dim],
-        group=mesh.group,
-        backend=mesh.backend,
-        dtype=dtype,
-        reduce_dtype=dtype,
-        grad_dtype=dtype,
-        regather=False,
-        reduce_op="sum",
-        predivide=1.0,
-        postdivide=1.0,
-        reduction="",
-        bucketing="size",
     )
 
 

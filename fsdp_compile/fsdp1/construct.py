@@ -123,7 +123,7 @@ class Constructed(Wrapper):
 
         materialize(module, self._ignored, self.compute_device, param_init_fn)
         if sync_module_states:
-            send_from_first(module, self._ignored, self._device_mesh, self.compute_device)
+            send_from_first(module, self._ignored, self._device_mesh)
         precision = self.mixed_precision
         reduce_dtype = precision.reduce_dtype or precision.param_dtype
         if precision.keep_low_precision_grads and reduce_dtype is not None:
@@ -137,7 +137,6 @@ class Constructed(Wrapper):
         # As in FSDP1, the variable is read here; if it is 1, evaluation computes in the parameters' own dtype.
         self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._is_in_full_precision: bool = False
-        self._has_full_params: bool = False  # inside summon_full_params
         self._has_comm_hook: bool = False
         self._state_dict_settings = default_settings()
         for one in constructed_in(self):

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensors
+from ..core.parts import local_of
 
 
 class ShardedGradScaler(GradScaler):
@@ -73,7 +72,7 @@ class ShardedGradScaler(GradScaler):
                     param.grad = param.grad.coalesce()  # entries of one place may sum to an infinity
                     grad = param.grad.values()
                 else:
-                    grad = dtensors.local_tensor(param.grad) if isinstance(param.grad, DTensor) else param.grad
+                    grad = local_of(param.grad)
                 part = grad.detach()
                 part.grad = grad.detach()
                 parts.append(part)

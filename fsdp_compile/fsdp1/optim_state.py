@@ -21,8 +21,9 @@ from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import fsdp1
+from ..api.exchange import send
 from ..api.fitting import told
-from ..core.containers import map_tensors
+from ..core.containers import map_tensors, tensors_in
 from ..core.param import ShardedParam
 from ..core.unit import units_in
 from .region import clean
@@ -65,17 +66,16 @@ def optim_state(
         return value.detach().clone()
 
     saved = {name: dict(sorted(states[name].items())) for name in sorted(states.keys() & names.current.keys())}
-    sharded: list[tuple[str, str, ShardedParam]] = []
+    sharded: list[tuple[str, str]] = []
     for name, state in saved.items():
-        param = names.sharded.get(name)
         for key, value in state.items():
-            if param is not None and _is_like(param, value):
-                sharded.append((name, key, param))
+            if _is_like(names.sharded.get(name), value):
+                sharded.append((name, key))
             else:
                 state[key] = keep(map_tensors(value, alone))
-    values = saved_as(settings.state_dict_type, [(param, saved[name][key]) for name, key, param in sharded], keep)
-    for (name, key, _), value in zip(sharded, values, strict=True):
-        saved[name][key] = value
+    values = saved_as(settings.state_dict_type, {f"{key} of {name}": saved[name][key] for name, key in sharded})
+    for (name, key), value in zip(sharded, values, strict=True):
+        saved[name][key] = keep(value)
     if not gets_it:
         return {}
     saved |= {key: state for key, state in states.items() if key not in names.current}
@@ -208,7 +208,7 @@ def _is_like(param: ShardedParam | None, value: Any) -> bool:
 
 def _loaded(param: ShardedParam | None, value: Any) -> Any:
     """Return a value as a shard in its saved dtype: optimizers may keep more bits than parameters have, or fewer."""
-    return value if param is None or not isinstance(value, Tensor) else loaded_as(param, value, value.dtype)
+    return value if param is None or not isinstance(value, Tensor) else loaded_as(param.param, value, value.dtype)
 
 
 def _groups_to_load(names: _Names, optim: Any, given: list[Any], keys: dict[str, Any]) -> list[Any]:
@@ -252,35 +252,14 @@ def _uncompiled(name: str) -> str:
 
 
 def _from_first(given: OptimState, group: dist.ProcessGroup | None) -> OptimState:
-    """Return rank 0's state on every rank. It is broadcast as one object without tensors, then tensor by tensor."""
+    """Return rank 0's state on every rank. It is broadcast as one object without values, then tensor by tensor."""
     first = dist.get_rank(group) == 0
-    source = dist.get_global_rank(group, 0) if group is not None else 0
-    plan: list[Any] = [None]
-    if first and "state" in given:
-        states = given["state"].items()
-        described = {name: {key: _described(one) for key, one in state.items()} for name, state in states}
-        plan = [{"state": described, **{key: given[key] for key in ("param_groups",) if key in given}}]
-    dist.broadcast_object_list(plan, src=source, group=group)
+    known: OptimState = {key: given[key] for key in ("state", "param_groups") if key in given}
+    plan = [map_tensors(known, lambda one: one.to("meta")) if first and "state" in given else None]
+    dist.broadcast_object_list(plan, group=group, group_src=0)
     if plan[0] is None:
         raise ValueError(f"{_NO_STATE} Rank 0 has none.")
-    received: OptimState = plan[0]
-    device = torch.device("cpu") if "gloo" in str(dist.get_backend(group)) else torch.accelerator.current_accelerator()
-    for name, state in received["state"].items():
-        for key, value in state.items():
-            if isinstance(value, _Described):
-                there = given["state"][name][key] if first else torch.empty(value.shape, dtype=value.dtype)
-                sent = there.to(device).contiguous()
-                dist.broadcast(sent, src=source, group=group)
-                state[key] = sent.to(there.device)
+    received: OptimState = known if first else map_tensors(plan[0], lambda one: torch.empty_like(one, device="cpu"))
+    for tensor in tensors_in(received):
+        send(tensor, 0, group)
     return received
-
-
-class _Described:
-    """The shape and dtype of a tensor that is broadcast later."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-
-
-def _described(value: Any) -> Any:
-    return _Described(value) if isinstance(value, Tensor) else value

@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd
+from ..api.exchange import send
 from ..core.param import READS
 from .region import Ignored, region_of, tensors_of
 
@@ -84,18 +83,13 @@ def _materialize_one(
         reset()
 
 
-def send_from_first(module: nn.Module, ignored: Ignored, mesh: DeviceMesh, device: torch.device) -> None:
+def send_from_first(module: nn.Module, ignored: Ignored, mesh: DeviceMesh) -> None:
     """Broadcast the parameters and buffers of rank 0 to all ranks of the mesh, in place."""
     tensors = [param for _, _, _, param in unsharded_params(module, ignored)]
     tensors += [buffer for _, _, _, buffer in tensors_of(module, ignored.modules, params=False)]
     for tensor in dict.fromkeys(tensors):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        with torch.no_grad():
-            sent = local.detach().to(device).contiguous()
-            for dim in range(mesh.ndim):  # over replicas first, so that the first rank of each row has it
-                group = mesh.get_group(dim)
-                dist.broadcast(sent, src=dist.get_global_rank(group, 0), group=group)
-            local.copy_(sent)
+        for dim in range(mesh.ndim):  # over replicas first, so that the first rank of each row has it
+            send(tensor, 0, mesh.get_group(dim))
 
 
 def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -17,7 +17,7 @@ The type is set for a whole tree of wrappers, and is the same in all of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors, fsdp1
-from ..api.full_params import gathered_together, like_shard, shard_of
+from ..api.exchange import gathered
 from ..core.param import READS, ShardedParam
+from ..core.parts import local_of, write_part
 from .region import PREFIX, clean, region_of
 
 _CONFIGS: dict[StateDictType, tuple[type, type]] = {
@@ -101,31 +102,31 @@ def has_clean_state_dicts(wrapper: Any) -> None:
 
 
 @torch.no_grad()
-def saved_as(
-    kind: StateDictType, values: Sequence[tuple[ShardedParam, Any]], keep: Callable[[Tensor], Any] = lambda value: value
-) -> list[Any]:
-    """Convert DTensors shaped like parameters' shards to a type of state dict; return what ``keep`` makes of each."""
-    if kind is not StateDictType.FULL_STATE_DICT:
-        return [keep(value.detach().clone()) for _, value in values]  # clones, for training goes on
-
-    def keep_whole(param: ShardedParam, full: Tensor) -> Any:
-        return keep(full if param.dtensor is None else param.as_read(full).full_tensor())
-
-    return gathered_together([(param, dtensors.local_tensor(value)) for param, value in values], keep_whole)
+def saved_as(kind: StateDictType, values: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yield copies of named DTensors as a type of state dict has them, one after another; training goes on."""
+    if kind is StateDictType.FULL_STATE_DICT:
+        return gathered(values.items())
+    return (value.detach().clone() for value in values.values())
 
 
-def loaded_as(param: ShardedParam, value: Any, dtype: torch.dtype | None = None) -> Any:
+@torch.no_grad()
+def loaded_as(shard: Any, value: Any, dtype: torch.dtype | None = None) -> Any:
     """Convert a parameter's value in a state dict to a DTensor like its shard; return it as it is if it does not fit.
 
     The result has the shard's dtype, unless another is given. DTensors are returned as they are.
     """
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    shard: Any = param.param
+    local = local_of(shard)
     own_rows = fsdp1.rows_of_sharded_tensor(value)
-    if own_rows is not None and own_rows.shape == dtensors.local_tensor(shard).shape:
-        return like_shard(param, own_rows, dtype)
-    return shard_of(param, value, dtype) if value.shape == shard.shape else value
+    if own_rows is not None and own_rows.shape == local.shape:
+        value = dtensors.dtensor_like(shard, own_rows)
+    elif value.shape != shard.shape:
+        return value
+    made = torch.empty(local.shape, dtype=dtype or shard.dtype, device=local.device)
+    loaded = dtensors.dtensor_like(shard, made)
+    write_part(loaded, value)
+    return loaded
 
 
 def _params_in(wrapper: Any, prefix: str) -> Iterator[tuple[str, ShardedParam]]:
@@ -146,9 +147,9 @@ def _save(wrapper: Any, state_dict: Any, prefix: str, local_metadata: Any) -> No
 
     settings: StateDictSettings = wrapper._state_dict_settings
     kind = settings.state_dict_type
-    params = {} if wrapper._has_full_params else dict(_params_in(wrapper, prefix))
-    saved = {key: param for key, param in params.items() if isinstance(state_dict.get(key), DTensor)}
-    state_dict.update(zip(saved, saved_as(kind, [(param, state_dict[key]) for key, param in saved.items()])))
+    sharded = [key for key, param in _params_in(wrapper, prefix) if not param.is_full]
+    saved = {key: state_dict[key] for key in sharded if isinstance(state_dict.get(key), DTensor)}
+    state_dict.update(zip(saved, saved_as(kind, saved)))
     for name, dtype in wrapper._saved_buffer_dtypes.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
@@ -171,7 +172,7 @@ def _load(wrapper: Any, state_dict: Any, prefix: str, *unused: Any) -> None:
         )
     for key, param in _params_in(wrapper, prefix):
         if key in state_dict:
-            state_dict[key] = loaded_as(param, state_dict[key])
+            state_dict[key] = loaded_as(param.param, state_dict[key])
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not key.startswith(prefix + PREFIX):
             state_dict[prefix + PREFIX + key[len(prefix) :]] = state_dict.pop(key)

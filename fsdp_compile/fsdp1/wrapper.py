@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
 from ..api.clip import clip_grad_norm
 from ..api.full_params import require_idle, swapped_in
 from ..api.module import no_sync
+from ..core.unit import units_in
 from .comm_hooks import hook_reductions
 from .construct import Constructed
 from .older import OlderOptimState
@@ -69,6 +70,11 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         """Yield the buffers with the names that they had before wrapping."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean(name), buffer
+
+    @property
+    def _has_full_params(self) -> bool:
+        """Whether code runs inside summon_full_params."""
+        return any(param.is_full for unit in units_in(self) for param in unit.params)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self._has_full_params:
@@ -134,20 +140,17 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         with_grads: bool = False,
     ) -> Iterator[None]:
         units = [one._unit for one in wrappers if one._unit is not None]
-        require_idle(units, "manually unshard parameters")
-        if any(one._has_full_params for one in wrappers):
+        try:
+            require_idle(units, "manually unshard parameters")
+        except RuntimeError as error:
+            raise AssertionError(*error.args) from None
+        if any(param.is_full for unit in units for param in unit.params):
             raise AssertionError(
                 "Cannot manually unshard parameters when already unsharding parameters, in an outer summon_full_params "
                 "or apply. Leave that first."
             )
         with swapped_in(units, writeback, rank0_only, offload_to_cpu, with_grads):
-            for one in wrappers:
-                one._has_full_params = True
-            try:
-                yield
-            finally:
-                for one in wrappers:
-                    one._has_full_params = False
+            yield
 
     @staticmethod
     def set_state_dict_type(
@@ -277,5 +280,5 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
             raise ValueError(f"Cannot {doing}: {expected} SUMMON_FULL_PARAMS. Leave summon_full_params first.")
         try:
             require_idle([one._unit for one in self.fsdp_modules(self) if one._unit is not None], doing)
-        except AssertionError as error:
+        except RuntimeError as error:
             raise ValueError(f"{expected} FORWARD_BACKWARD. {error}") from None

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ..api.adapters import adapters_of, plain_model
 from ..api.fitting import raised_on_all
-from ..api.full_params import swapped_in
+from ..api.full_params import require_shards, swapped_in
 from ..api.initialize import fill_in, random_numbers_of_first
-from ..api.stream import Loader, require_shards, saved_tensors
+from ..api.stream import Loader, saved_tensors
 from ..core.unit import original_class, units_in
 from .names import Source, as_built, may_be_more, plain_names, sources
 from .safetensors import File, files_in, listed
@@ -48,7 +48,7 @@ def load_pretrained(
     """
     inner = as_built(plain_model(model))
     with raised_on_all("load_pretrained"):
-        require_shards(model, "load weights")
+        require_shards(units_in(model), "load weights")
         found = _find(model, Path(folder))
         _check(Path(folder), model, found, strict)
         generating = _generation_config(plain_model(model), Path(folder))

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from ..api.adapters import adapters_of, plain_model
 from ..api.exchange import Slab, cast_to, this_rank, whole_of
 from ..api.fitting import raised_on_all, told
-from ..api.stream import Ranks, bytes_of, require_shards, saved_tensors, stream_wholes
-from ..core.unit import original_class
+from ..api.full_params import require_shards
+from ..api.stream import Ranks, bytes_of, saved_tensors, stream_wholes
+from ..core.unit import original_class, units_in
 from .names import as_built, as_saved, groups_of
 from .safetensors import Writer, name_of
 
@@ -70,7 +71,7 @@ def save_pretrained(
     path, inner = Path(folder), as_built(plain_model(model))
     with raised_on_all("save_pretrained"):
         _refuse_adapters(model, inner)
-        require_shards(model, "save weights")
+        require_shards(units_in(model), "save weights")
         tensors = _to_save(model)
         files = _split(_groups(inner, tensors, dtype), bytes_of("max_shard_size", max_shard_size))
     _require_one_model([group.entries for members in files for group in members])

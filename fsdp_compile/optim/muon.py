@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from .owners import Owners, OwnersOptimizer, local_of
+from ..core.parts import local_of
+from .owners import Owners, OwnersOptimizer
 
 _RATIOS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from .._torch_compat import dtensors
 from ..core.containers import map_tensors
 from ..core.mesh import device_of_type
-from ..core.parts import Part, coordinate_of, group_over, holders, part_at
+from ..core.parts import Part, cut_dims, group_over, part_at, ranks_beside
 
 # Computes the results of the tensors at these places, from their wholes, input by input; each has its tensor's shape.
 Compute = Callable[..., Sequence[Tensor]]
@@ -124,11 +124,6 @@ def device_of(param: Tensor) -> torch.device:
     return device_of_type(param.device_mesh.device_type) if isinstance(param, DTensor) else param.device
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, whether it is sharded or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @dataclass(frozen=True)
 class _Shared:
     """A tensor, and which part of it each rank of the group holds."""
@@ -150,7 +145,8 @@ class _OnMesh:
         self._group = group_over(mesh, range(mesh.ndim))
         ranks = dist.get_process_group_ranks(self._group)
         self._rank, self._num_ranks = ranks.index(dist.get_rank()), len(ranks)
-        self._coordinates = [coordinate_of(mesh, rank) for rank in ranks]
+        at = ranks_beside(dist.get_rank(), mesh, range(mesh.ndim))
+        self._coordinates = [at[rank] for rank in ranks]
         load = [0.0] * len(ranks)
         self._buckets: list[dict[int, _Shared]] = []
         limit, elements = _BUCKET_ELEMENTS * len(ranks), 0
@@ -164,9 +160,9 @@ class _OnMesh:
                 self._buckets.append({})
                 elements = 0
             elements += param.numel()
-            parts = tuple(part_at(param, at) for at in self._coordinates)
-            senders = frozenset(ranks.index(rank) for rank in holders(param, ranks[owner]))
-            self._buckets[-1][place] = _Shared(param.shape, owner, parts, senders)
+            parts = tuple(part_at(mesh, param.placements, param.shape, at) for at in self._coordinates)
+            senders = ranks_beside(ranks[owner], mesh, cut_dims(mesh, param.placements))
+            self._buckets[-1][place] = _Shared(param.shape, owner, parts, frozenset(map(ranks.index, senders)))
         self.mine = [
             place for bucket in self._buckets for place, shared in bucket.items() if shared.owner == self._rank
         ]
@@ -211,8 +207,7 @@ class _OnMesh:
             return tensor
         size, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
         placements = (Shard(0),) * self._mesh.ndim
-        whole = dtensors.dtensor_of(tensor, self._mesh, placements, size, stride)
-        parts = [part_at(whole, at) for at in self._coordinates]
+        parts = [part_at(self._mesh, placements, size, at) for at in self._coordinates]
         shared = _Shared(size, owner, tuple(parts), frozenset())
         received = [0] * self._num_ranks
         received[owner] = shared.numel(self._rank) * tensor.itemsize

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core.containers import map_tensors
-from .owners import Owners, OwnersOptimizer, device_of, local_of
+from ..core.parts import local_of
+from .owners import Owners, OwnersOptimizer, device_of
 
 
 class WholeTensorOptimizer(OwnersOptimizer):
