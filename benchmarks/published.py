@@ -25,7 +25,6 @@ from rich.table import Table
 from fsdp_compile._torch_compat.process_groups import pretended_world
 from fsdp_compile.forecast.forecast import Configuration, Forecast, Hardware, Planner
 from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
-from fsdp_compile.forecast.sweep import forecast_of
 from fsdp_compile.forecast.target import find_target
 from fsdp_compile.passes import HardwareProfile, load_profile
 
@@ -111,7 +110,7 @@ def planned(row: Row) -> Forecast:
     with warnings.catch_warnings(), pretended_world(num_ranks, "nccl"):
         warnings.simplefilter("ignore")
         made = find_target(str(_CONFIGS / f"{row.model}.json")).make(row.batch, row.sequence)
-        return forecast_of(Planner(made, configuration, hardware))
+        return Planner(made, configuration, hardware).forecast()
 
 
 def main() -> None:

@@ -22,23 +22,25 @@ from fsdp_compile import MixedPrecisionPolicy, cli, fully_shard
 from fsdp_compile._torch_compat.process_groups import pretended_world
 from fsdp_compile.forecast import command
 from fsdp_compile.forecast.command import add_options
-from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, Hardware, Planner, Whole
+from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, Hardware, Planner
 from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
 from fsdp_compile.forecast.layers import Run, find_run, with_fewer
 from fsdp_compile.forecast.show import count, show_one, show_sweep, size, unit_for
 from fsdp_compile.forecast.steps import NO_BYTES, Half, Step, added, extended, peak, replay
-from fsdp_compile.forecast.sweep import Sweep, Weights, around, best_of, forecast_of, weights_of
-from fsdp_compile.forecast.sweep import _rank as rank
+from fsdp_compile.forecast.sweep import Sweep, Weights, around, best_of, weights_of
 from fsdp_compile.forecast.target import Target, find_target
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord, load_profile
-from fsdp_compile.passes.budget.residency import choose
+from fsdp_compile.passes.budget.residency import MAY
+from fsdp_compile.passes.ir.plan import Candidate, Choice
 from fsdp_compile.passes.ir.provenance import find_reduces
 from fsdp_compile.passes.wire.layout import reduction_of
+from fsdp_compile.tools.report import GraphReport
 from fsdp_compile.tools.tables import console_for_output
 from tests.compiling import decomposed
 
 DIM, VOCAB, LAYERS, RANKS = 64, 256, 12, 16
+TIGHT = 1_500_000  # a budget of bytes within which some activations are recomputed, and others leave if they may
 LLAMAS_LAYERS = 8  # which take a second each to trace
 
 
@@ -123,7 +125,7 @@ def test_what_a_layer_added_is_put_in_as_often() -> None:
     four = Half((12, 0, 0, 0, 0, 0), NO_BYTES, begin + 4 * layer + end)
     more = added(three, four)
     assert more is not None
-    nine = extended(three, [(more, 6)])
+    nine = extended(three, more, 6)
     assert nine.steps == begin + 9 * layer + end
     assert nine.held == (27, 0, 0, 0, 0, 0)
     assert peak(nine) == (27, 0, 0, 72, 0, 0)
@@ -148,8 +150,8 @@ def test_layers_repeat_that_differ_in_their_number_alone() -> None:
     assert find_run(nn.Linear(2, 2)) is None
 
 
-def _compiled(layers: int) -> fsdp_compile.passes.Prediction:
-    """What a report predicts of the model that is compiled and runs: all layers, and no helper of the command's."""
+def _compiled(**budget: Any) -> GraphReport:
+    """The report of the model that is compiled and runs: all layers, and no helper of the command's."""
     torch._dynamo.reset()
     model = Tiny()
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -157,10 +159,12 @@ def _compiled(layers: int) -> fsdp_compile.passes.Prediction:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if budget:
+        fsdp_compile.configure(model, profile="h100", **budget)
     tokens = torch.zeros(2, 128, dtype=torch.long)
     with fsdp_compile.inspect(model) as report:
         torch.compile(model, backend=decomposed, fullgraph=True)(tokens).backward()
-    return report.joint.predict("h100")
+    return report.joint
 
 
 def planner_of(target: Target, how: str = NONE) -> Planner:
@@ -171,9 +175,9 @@ def planner_of(target: Target, how: str = NONE) -> Planner:
 @pytest.mark.usefixtures("world")
 def test_few_layers_tell_what_the_report_of_all_of_them_says() -> None:
     planner = planner_of(find_target("tests.test_plan_command:tiny"))
-    one = forecast_of(planner)
+    one = planner.forecast()
     assert one.num_traced < one.num_periods == LAYERS
-    whole = _compiled(LAYERS)
+    whole = _compiled().predict("h100")
     states = one.peak["optimizer state"]
     assert one.peak_bytes - states == pytest.approx(whole.peak_bytes, rel=0.01)
     assert one.forward_s == pytest.approx(whole.of("forward").seconds, rel=0.01)
@@ -204,7 +208,7 @@ def _config(folder: Path, layers: int) -> Path:
 @pytest.mark.usefixtures("world")
 def test_checkpointing_trades_time_for_activations(tmp_path: Path) -> None:
     target = find_target(str(_config(tmp_path, LLAMAS_LAYERS)))
-    none, selective, full = (forecast_of(planner_of(target, how)) for how in (NONE, SELECTIVE, FULL))
+    none, selective, full = (planner_of(target, how).forecast() for how in (NONE, SELECTIVE, FULL))
     assert none.peak["activations"] > selective.peak["activations"] > full.peak["activations"]
     assert none.backward_s < selective.backward_s < full.backward_s
     assert none.flops == selective.flops == full.flops  # what a model takes, however often it is computed
@@ -213,26 +217,18 @@ def test_checkpointing_trades_time_for_activations(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("is_least", [True, False])
-def test_a_budget_is_kept_and_used(is_least: bool) -> None:
-    """Against the choice of a model that trains, from the joint graph of all layers."""
+@pytest.mark.parametrize("may", [MAY[:2], MAY])
+def test_a_budget_is_spent_as_by_a_model_that_compiles_within_it(may: tuple[str, ...]) -> None:
     planner = planner_of(find_target("tests.test_plan_command:tiny"))
-    joint = planner.joint(LAYERS)
-    least, lost = choose(joint, lambda again: 1, planner.hardware.profile)
-    tried = [one.figures for one in (least, *lost)]
-    saving = min(trial.peak_bytes for trial in tried if not trial.recomputed)
-    budget = least.figures.peak_bytes if is_least else saving
-    assert least.figures.recomputed and least.figures.peak_bytes < saving
-    planner.configuration = dataclasses.replace(planner.configuration, budget=budget)
-    best, others = choose(joint, lambda again: budget, planner.hardware.profile)
-    one = forecast_of(planner)
-    assert one.peak_bytes - one.peak["optimizer state"] <= budget
-    fitting = [each.figures for each in (best, *others) if each.figures.peak_bytes <= budget]
-    # A forecast saves all activations, or computes again all that may be and keeps no layer: what lies between is for
-    # models that train.
-    lean = max((trial for trial in tried if not trial.kept), key=lambda trial: len(trial.recomputed))
-    alike = [lean.seconds] if is_least else [trial.seconds for trial in fitting if not trial.recomputed]
-    assert one.forward_s + one.backward_s <= min(alike) * 1.03
+    planner.configuration = dataclasses.replace(planner.configuration, budget=TIGHT, may=may)
+    one, choice = planner.forecast(), _compiled(memory_budget=TIGHT, may=may).plan.choice
+    assert one.choice is not None and choice is not None
+    its = choice.chosen
+    assert one.choice.chosen == its
+    assert its.num_recomputed and bool(its.num_offloaded) == ("offload" in may)
+    # The choice has figures of a sketch where nothing leaves, and the forecast those of a cut.
+    assert one.held_bytes == pytest.approx(its.peak_bytes, rel=0.05) and one.is_met
+    assert one.forward_s + one.backward_s == pytest.approx(its.seconds, rel=0.02)
 
 
 @pytest.mark.parametrize(("name", "reduction", "op"), [("cpu", "all_to_all", "sum"), ("h100", "reduce_scatter", "avg")])
@@ -267,6 +263,7 @@ WORLD = ("--world-size", "16")
         ((MODEL, *WORLD, "--memory", "90GiB"), r"--memory 90GiB is more than the 79\.0 GiB of h100: give less"),
         ((MODEL, *WORLD, "--memory", "80"), r"--memory 80 has no unit, so it is 80 bytes: write 80GiB, or 80B"),
         ((MODEL, *WORLD, "--budget", "60"), r"--budget 60 has no unit, so it is 60 bytes: write 60GiB"),
+        ((MODEL, *WORLD, "--may", "offload"), r"--may says what is chosen within a budget, and there is none: add --budget"),
         ((MODEL, *WORLD, "--batch", "8192"), r"--batch 8192 is no batch: give .* such as 2x8192"),
         ((MODEL, "--world-size", "none"), r"--world-size none is no number of ranks: give"),
         (("tests.test_plan_command:tinny", *WORLD), r"no function called tinny: give a function of it, such as tiny"),
@@ -313,21 +310,11 @@ def test_a_budget_that_nothing_meets_is_said(capsys: Any) -> None:
     assert code == 2 and data["best"] is None and plan["fits"] and plan["budget_met"] is False
     assert least == plan["peak_bytes"] - plan["peak_bytes_by_kind"]["optimizer state"] > 102
     assert "does not meet its budget: forward and backward may hold 102 bytes on each rank, and the least" in error
-    assert f"({least:,} bytes): give a larger --budget, or --checkpointing full, or" in error
+    assert f"({least:,} bytes): give a larger --budget, or --may gather recompute offload, or --checkpointing full, or" in error
     assert cli.main(["plan", *arguments]) == 2
     assert re.search(r"of a budget of 102 bytes +not met", capsys.readouterr().out)
     code, data, error = _plans(capsys, *arguments[:-1], f"{least}B")
     assert code == 0 and data["plans"][0]["budget_met"] and not error
-
-
-def test_where_no_plan_fits_the_smallest_is_taken_that_keeps_least() -> None:
-    def whole(num_bytes: int, seconds: float) -> Whole:
-        half = Half((num_bytes, 0, 0, 0, 0, 0), NO_BYTES, (dataclasses.replace(_step("mm"), seconds=seconds),))
-        return Whole(half, half)
-
-    fast_and_kept, slow, large = (whole(9, 1.0), 4, 4), (whole(9, 2.0), 0, 4), (whole(10, 0.5), 0, 4)
-    assert min((large, fast_and_kept, slow), key=lambda one: rank(one, 8)) is slow
-    assert min((large, fast_and_kept, slow), key=lambda one: rank(one, 9)) is fast_and_kept
 
 
 def _plans(capsys: Any, *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -387,10 +374,14 @@ def alternating() -> nn.Module:
     return Alternating()
 
 
-def test_layers_that_are_kept_are_counted_as_layers(capsys: Any) -> None:
-    code, data, _ = _plans(capsys, "tests.test_plan_command:alternating", *WORLD, "--batch", "4x128", "--budget", "1GiB")
+def test_what_is_chosen_within_a_budget_is_shown(capsys: Any) -> None:
+    arguments = ("tests.test_plan_command:alternating", *WORLD, "--batch", "4x128", "--budget", "1GiB", "--may", *MAY)
+    code, data, _ = _plans(capsys, *arguments)
     [plan] = data["plans"]
-    assert code == 0 and plan["layers_kept"] == plan["layers"] == LAYERS
+    assert code == 0 and plan["layers_traced"] == plan["layers"] == LAYERS
+    assert plan["choice"]["chosen"]["num_kept"] == 2 * LAYERS + 1 and plan["may"] == [*MAY]
+    assert cli.main(["plan", *arguments]) == 0
+    assert re.search(r"-> everything kept.* 25 kept .*peak", capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -421,10 +412,13 @@ def test_a_sweep_marks_the_fastest_that_fits(capsys: Any, monkeypatch: pytest.Mo
     assert f"{best.tokens_per_s_per_rank:,.0f}" in marked and "x".join(map(str, best.configuration.mesh)) in marked
 
 
+CHOICE = Choice(62 << 30, "h100", 0, Candidate("kept", 29, 61 << 30, 3.0, 0.0, 7, num_offloaded=5), ())
+
+
 def planned(how: str = NONE, budget: int | None = None, held: int = 9 << 30, seconds: float = 1.0) -> Forecast:
     return Forecast(
         Configuration((8, 64), 2, 8192, how, budget), hardware(512), {"activations": held, OPTIMIZER: 1 << 30},
-        seconds, 2.3456, 0.0123, 0.0456789, 512 * 2 * 8192, 1e15, 29 if budget else 0, 4, 80,
+        seconds, 2.3456, 0.0123, 0.0456789, 512 * 2 * 8192, 1e15, 4, 80, CHOICE if budget else None,
     )  # fmt: skip
 
 
@@ -452,7 +446,7 @@ def test_where_no_window_is_nothing_is_left_out(capsys: Any, monkeypatch: pytest
     shown = capsys.readouterr().out
     assert "\u2026" not in shown and "Left out" not in shown
     [line] = [line for line in shown.splitlines() if "-> " in line]
-    assert " ".join(line.split()) == "-> 8x64 2x8192 none 62.0 29 62.0 3.358 s 45.679 ms 4,879 30.1%"
+    assert " ".join(line.split()) == "-> 8x64 2x8192 none 62.0 29, 7, 5 62.0 3.358 s 45.679 ms 4,879 30.1%"
 
 
 def test_three_digits_of_a_figure_are_seen() -> None:

@@ -5,6 +5,6 @@
     joint      the joint graph of a step, traced on a pretended group of ranks
     steps      the steps of a lowered graph, in order, with seconds and bytes by kind; those of a model with more layers
     forecast   one configuration: peak by kind, seconds, exposed communication, tokens a second
-    sweep      what is kept within a budget; many configurations, and the best of them
+    sweep      many configurations, and the best of them
     command    its arguments, and running it; show: tables and sentences
 """

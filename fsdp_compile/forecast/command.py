@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from .._torch_compat.process_groups import pretended_world
 from ..passes import Budget, load_profile
+from ..passes.budget.residency import MAY
 from ..passes.cost.profiles import PROFILES
 from ..tools.tables import console_for_output
 from .forecast import OPTIMIZERS, Configuration, Forecast, Hardware
@@ -47,8 +48,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "gradients reduced in float32; bf16-only, fp32: all in one; default: %(default)s")  # fmt: skip
     add("--checkpointing", nargs="?", const=FULL, default=NONE, choices=(NONE, SELECTIVE, FULL),
         help="of each layer: all of it (full, or no word), or all but attention and every second product")  # fmt: skip
-    add("--budget", metavar="BYTES", help="what forward and backward may hold: layers stay gathered for backward as "
-        "far as that saves time; or 'rest', what --memory leaves beside the optimizer")  # fmt: skip
+    add("--budget", metavar="BYTES", help="what forward and backward may hold, as in configure(memory_budget=...); or "
+        "'rest', what --memory leaves beside the optimizer")  # fmt: skip
+    add("--may", nargs="+", choices=MAY, help="what is chosen within the budget: which parameters stay gathered for "
+        "backward, which activations are recomputed, which are on the host; default: the first two")  # fmt: skip
     add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="whose states are counted; default: %(default)s")
     add("--sweep", action="store_true", help="other meshes, batches, checkpointing and budgets too, the best marked")
     add("--json", action="store_true", help="print data in place of tables")
@@ -163,7 +166,10 @@ def _read_configuration(
                 "--budget rest leaves nothing, as shards and the optimizer's states take all of --memory: share the "
                 "parameters out over more ranks, with a larger last number in --mesh."
             )
-    return Configuration(_mesh(arguments), batch, sequence, arguments.checkpointing, budget)
+    if arguments.may and budget is None and not arguments.sweep:
+        raise Mistake("--may says what is chosen within a budget, and there is none: add --budget 60GiB, or 'rest'.")
+    may = tuple(arguments.may) if arguments.may else Configuration.may
+    return Configuration(_mesh(arguments), batch, sequence, arguments.checkpointing, budget, may)
 
 
 def _mesh(arguments: argparse.Namespace) -> tuple[int, ...]:

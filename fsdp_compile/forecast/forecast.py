@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..passes.budget.residency import keepable, told_to_keep
+from ..passes.budget.residency import GATHER, RECOMPUTE
 from ..passes.budget.trial import trial_of
 from ..passes.cost.memory import GraphMemory, saved_by, weigh
 from ..passes.cost.profiles import HardwareProfile
 from ..passes.cost.roofline import node_flops
+from ..passes.ir.plan import Choice, Plan
 from ..passes.ir.provenance import find_reduces
-from ..passes.schedule.activations import activations_of
 from .joint import PRECISIONS, device_mesh, joint_graph
 from .layers import Run, find_run, with_fewer
 from .steps import KINDS, Added, Bytes, Half, added, extended, half_of, kinds_by_name, peak, plus, replay
@@ -25,10 +25,9 @@ from .target import Made
 OPTIMIZER = "optimizer state"
 # For each optimizer: its states, in multiples of the shards, and how often a step reads or writes the shards' bytes.
 OPTIMIZERS = {"adamw": (2, 7), "sgd": (0, 3), "none": (0, 0)}
-# _FEW: how many periods of a model are traced; the next number, where that was too few to see what repeats. Replicas
-# begin with the second number: their sums are waited for a layer later. _FEW_KEPT: how many of the traced periods are
-# kept; as many are not.
-_FEW, _FEW_KEPT = (3, 4, 5), (2, 3)
+# How many periods of a model are traced; the next number, where that was too few to see what repeats. Replicas
+# begin with the second number: their sums are waited for a layer later.
+_FEW = (3, 4, 5)
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class Configuration:
     sequence: int
     checkpointing: str
     budget: int | None = None  # bytes of forward and backward; None: parameters are kept as the units' settings say
+    may: tuple[str, ...] = (GATHER, RECOMPUTE)  # what is chosen within it
 
     def __str__(self) -> str:
         mesh = "x".join(map(str, self.mesh))
@@ -76,9 +76,9 @@ class Forecast:
     exposed_s: float
     num_tokens: int  # of all ranks
     flops: float  # of one rank: forward and backward, nothing computed twice
-    num_kept: int  # layers that stay gathered for backward
     num_traced: int  # layers that were traced
     num_periods: int  # layers that repeat
+    choice: Choice | None  # within the budget
 
     @property
     def peak_bytes(self) -> int:
@@ -126,25 +126,17 @@ class Whole:
     def peak(self) -> Bytes:
         return max(peak(self.forward), peak(self.backward), key=sum)
 
-    def seconds(self) -> float:
-        return replay(self.forward).total_s + replay(self.backward).total_s
-
-
-# A function of a joint graph and its number of periods that returns which of its parameters stay gathered.
-Keeps = Callable[[fx.Graph, int], Collection[str]]
-
 
 class Planner:
-    """Plans one model, batch, mesh and kind of checkpointing, with any choice of parameters that stay gathered."""
+    """Plans one model, batch, mesh and kind of checkpointing, within any budget."""
 
     def __init__(
         self, made: Made, configuration: Configuration, hardware: Hardware, told: Callable[[str], None] = lambda _: None
     ) -> None:
         self.made, self.configuration, self.hardware, self._told = made, configuration, hardware, told
         self.run: Run | None = find_run(made.model)
-        self._joints: dict[int, fx.Graph] = {}
-        self._wholes: dict[tuple[int, frozenset[str], bool], Whole] = {}
-        self._may_stay: dict[int, list[str]] = {}
+        self._joints: dict[int, tuple[fx.Graph, Plan]] = {}
+        self._wholes: dict[int, Whole] = {}
 
     @property
     def num_periods(self) -> int:
@@ -154,76 +146,48 @@ class Planner:
     def _mesh(self) -> DeviceMesh:
         return device_mesh(self.configuration.mesh)
 
-    def joint(self, times: int) -> fx.Graph:
-        """Return the joint graph with ``times`` periods."""
+    def joint(self, times: int) -> tuple[fx.Graph, Plan]:
+        """Return the joint graph with ``times`` periods, and its plan."""
         if times not in self._joints:
             model, run = self.made.model, self.run
             if run is not None:
                 model, run = with_fewer(model, run, times), dataclasses.replace(run, times=times)
                 self._told(f"tracing {times * run.period} of {self.num_periods * run.period} layers")
-            one = self.configuration
+            one, budget = self.configuration, {}
+            if one.budget is not None:
+                budget = {"memory_budget": one.budget, "may": one.may, "profile": self.hardware.profile}
             self._joints[times] = joint_graph(
-                model, self.made.call, self._mesh, self.hardware.precision, one.checkpointing, run
+                model, self.made.call, self._mesh, self.hardware.precision, one.checkpointing, run, budget
             )
         return self._joints[times]
 
-    def few(self, times: int, keeps: Keeps, is_lean: bool = False) -> Whole:
-        """Plan a step with ``times`` periods; a lean step computes again all that a plan within a budget may."""
-        joint = self.joint(times)
-        key = times, frozenset(keeps(joint, times)), is_lean
-        if key not in self._wholes:
+    def few(self, times: int) -> Whole:
+        """Plan a step with ``times`` periods."""
+        if times not in self._wholes:
+            joint, plan = self.joint(times)
             self._told(f"planning {times} of {self.num_periods} repeated parts")
-            again = [*activations_of(joint)] if is_lean else []
-            self._wholes[key] = whole_of(joint, key[1], self.hardware.profile, again)
-        return self._wholes[key]
+            self._wholes[times] = whole_of(joint, plan, self.hardware.profile)
+        return self._wholes[times]
 
-    def all_alike(self, keeps: Keeps, is_lean: bool = False) -> tuple[Whole, int]:
-        """Return a step with all periods, each with the same parameters kept, and how many periods were traced."""
+    def all_alike(self) -> tuple[Whole, int]:
+        """Return a step with all periods, and how many were traced: within a budget all, as no two may be alike."""
         for times in _FEW[len(self.configuration.mesh) - 1 :]:
-            if times + 1 >= self.num_periods:
+            if times + 1 >= self.num_periods or self.configuration.budget is not None:
                 break
-            shorter, longer = self.few(times, keeps, is_lean), self.few(times + 1, keeps, is_lean)
+            shorter, longer = self.few(times), self.few(times + 1)
             more = _added(shorter, longer)
             if more is not None:
-                return _extended(shorter, [(more, self.num_periods - times)]), times + 1
-        return self.few(self.num_periods, keeps, is_lean), self.num_periods
+                return _extended(shorter, (more, self.num_periods - times)), times + 1
+        return self.few(self.num_periods), self.num_periods
 
-    def last_kept(self, num_kept: int, root: Keeps) -> Whole | None:
-        """Return a step of which only the last ``num_kept`` periods stay gathered; None where it cannot be extended."""
-        for times in _FEW_KEPT:
-            ahead, behind = times, times
-            if num_kept < behind or self.num_periods - num_kept < ahead:
-                return None
-            base = self.few(ahead + behind, self.keeping(behind, root))
-            with_ahead = self.few(ahead + behind + 1, self.keeping(behind, root))
-            with_behind = self.few(ahead + behind + 1, self.keeping(behind + 1, root))
-            first, second = _added(base, with_ahead), _added(base, with_behind)
-            if first is not None and second is not None:
-                return _extended(base, [(first, self.num_periods - num_kept - ahead), (second, num_kept - behind)])
-        return None
-
-    def keeping(self, num_kept: int | None, root: Keeps) -> Keeps:
-        """Return what to keep: ``root``'s choice outside the repeating layers, and of these the last periods or all."""
-
-        def keeps(joint: fx.Graph, times: int) -> Collection[str]:
-            run = None if self.run is None else dataclasses.replace(self.run, times=times)
-            turns = {fqn: None if run is None else run.turn_of(fqn) for fqn in self._keepable(joint, times)}
-            first = 0 if num_kept is None else times - num_kept
-            last = {fqn for fqn, turn in turns.items() if turn is not None and turn >= first}
-            return last | {fqn for fqn in root(joint, times) if turns.get(fqn) is None}
-
-        return keeps
-
-    def _keepable(self, joint: fx.Graph, times: int) -> list[str]:
-        if times not in self._may_stay:
-            self._may_stay[times] = keepable(joint, trial_of(joint, (), self.hardware.profile).plan)
-        return self._may_stay[times]
-
-    def forecast(self, whole: Whole, num_kept: int, num_traced: int) -> Forecast:
-        """Return the figures of a step."""
+    def forecast(self) -> Forecast:
+        """Forecast by what is chosen within the budget; without one, by the settings of the units."""
+        whole, num_traced = self.all_alike()
+        _, plan = self.joint(num_traced)
         states, passes = OPTIMIZERS[self.hardware.optimizer]
         trainable = int(self._of_all(_trainable_bytes, num_traced))
         profile = self.hardware.profile
+        period = self.run.period if self.run else 1
         return Forecast(
             self.configuration,
             self.hardware,
@@ -234,28 +198,25 @@ class Planner:
             replay(whole.forward).exposed_s + replay(whole.backward).exposed_s,
             self.made.num_tokens * self.hardware.num_ranks,
             self._of_all(_flops, num_traced),
-            *(one * (self.run.period if self.run else 1) for one in (num_kept, num_traced, self.num_periods)),
+            num_traced * period,
+            self.num_periods * period,
+            plan.choice,
         )
 
     def _of_all(self, figure: Callable[[fx.Graph], float], num_traced: int) -> float:
         """Extend a figure to all periods; it grows by the same amount with each."""
-        longer = figure(self.joint(num_traced))
+        joint, _ = self.joint(num_traced)
+        longer = figure(joint)
         if num_traced == self.num_periods:
             return longer
-        return longer + (self.num_periods - num_traced) * (longer - figure(self.joint(num_traced - 1)))
+        joint, _ = self.joint(num_traced - 1)
+        return longer + (self.num_periods - num_traced) * (longer - figure(joint))
 
 
-def as_told(joint: fx.Graph, times: int) -> Collection[str]:
-    return told_to_keep(joint)
-
-
-def nothing(joint: fx.Graph, times: int) -> Collection[str]:
-    return ()
-
-
-def whole_of(joint: fx.Graph, kept: Collection[str], profile: HardwareProfile, again: Collection[str] = ()) -> Whole:
-    """Return the step of a joint graph, with some parameters ``kept`` and the products of others computed ``again``."""
-    trial = trial_of(joint, kept, profile, recompute=again)
+def whole_of(joint: fx.Graph, plan: Plan, profile: HardwareProfile) -> Whole:
+    """Return the step of a joint graph with what this plan keeps, recomputes and offloads."""
+    names = plan.recompute, plan.slices, plan.lookahead, plan.offload
+    trial = trial_of(joint, plan.keep, profile, None, False, *names)
     forward, backward = trial.forward.graph, trial.backward.graph
     weight = weigh(GraphMemory.of(forward), GraphMemory.of(backward), saved_by(forward, backward))
     first = half_of(forward, profile)
@@ -271,11 +232,9 @@ def _added(shorter: Whole, longer: Whole) -> tuple[Added, Added] | None:
     return None if forward is None or backward is None else (forward, backward)
 
 
-def _extended(whole: Whole, more: Collection[tuple[tuple[Added, Added], int]]) -> Whole:
-    return Whole(
-        extended(whole.forward, [(forward, times) for (forward, _), times in more]),
-        extended(whole.backward, [(backward, times) for (_, backward), times in more]),
-    )
+def _extended(whole: Whole, more: tuple[tuple[Added, Added], int]) -> Whole:
+    (forward, backward), times = more
+    return Whole(extended(whole.forward, forward, times), extended(whole.backward, backward, times))
 
 
 def _flops(joint: fx.Graph) -> float:

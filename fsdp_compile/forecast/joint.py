@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .._torch_compat.inductor import trace_joint_graph
 from ..api.auto_shard import auto_shard
+from ..api.configure import configure
 from ..core.unit import original_class, units_in
 from ..graph.install import manager
-from ..passes import GraphRecord
+from ..passes import GraphRecord, Plan
 from ..passes.ir.provenance import settle_names
 from .layers import Run
 
@@ -48,9 +50,15 @@ class Call:
 
 
 def joint_graph(
-    model: nn.Module, call: Call, mesh: DeviceMesh, precision: str, checkpointing: str, run: Run | None
-) -> fx.Graph:
-    """Shard and checkpoint this model, and return its joint graph after all passes but ``keep``."""
+    model: nn.Module,
+    call: Call,
+    mesh: DeviceMesh,
+    precision: str,
+    checkpointing: str,
+    run: Run | None,
+    budget: Mapping[str, Any],
+) -> tuple[fx.Graph, Plan]:
+    """Shard and checkpoint this model; return its joint graph, for ``trial_of``, and its plan, within any budget."""
     found: list[GraphRecord] = []
     stored, computed, reduced = PRECISIONS[precision]
     if stored is not None:
@@ -59,6 +67,8 @@ def joint_graph(
     _checkpoint(model, checkpointing, run)
     if not units_in(model):
         _shard(model, mesh, MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced), run)
+    if budget:
+        configure(model, **budget)
     model.to_empty(device="cpu")  # memory that is never written to costs nothing
     manager.observers.append(found.append)
     try:
@@ -78,9 +88,9 @@ def joint_graph(
             f"{original_class(model).__name__} made no graph with parameters and gradients: return a model that is "
             "trained, whose forward reads its parameters."
         )
-    graph = joints[0].snapshots[-2]  # before `keep`
+    graph = joints[0].snapshots[-3]  # before `chosen_slices` and `keep`
     settle_names(graph)
-    return graph
+    return graph, joints[0].plan
 
 
 def device_mesh(mesh: tuple[int, ...]) -> DeviceMesh:

@@ -17,11 +17,13 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from ..passes.budget.residency import MAY, OFFLOAD
 from ..tools.tables import ANY_WIDTH
 from .forecast import Forecast
 from .joint import FULL, NONE
 from .sweep import TooLarge, Weights
 
+_CHOSEN = "kept, again, host"
 _WIDEST = len("1,234,567,890")  # the widest cell in the tables of a single plan
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _COUNTS = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
@@ -56,9 +58,10 @@ def show_one(one: Forecast, title: str, console: Console) -> None:
     grid.add_row("tokens/s a rank", f"[bold]{one.tokens_per_s_per_rank:,.0f}[/bold]")
     grid.add_row("MFU", f"{one.mfu:.1%}")
     _print_whole(grid, console)
-    kept = f", {one.num_kept} of {one.num_periods} layers kept gathered for backward" if one.num_kept else ""
     traced = f"{one.num_traced} of {one.num_periods} repeated layers traced" if one.num_periods > 1 else "all traced"
-    console.print(f"Predicted on {one.hardware.profile.name!r}; {traced}{kept}.", highlight=False)
+    console.print(f"Predicted on {one.hardware.profile.name!r}; {traced}.", highlight=False)
+    if one.choice is not None:
+        console.print(str(one.choice), highlight=False, markup=False, soft_wrap=True)
 
 
 def show_sweep(found: Sequence[Forecast | TooLarge], best: Forecast | None, title: str, console: Console) -> None:
@@ -74,7 +77,7 @@ def show_sweep(found: Sequence[Forecast | TooLarge], best: Forecast | None, titl
         _Column("batch", "batch", [f"{one.batch}x{one.sequence}" for one in said]),
         _Column("checkpointing", "check-\npointing", [one.checkpointing for one in said]),
         _Column(f"budget {unit}", f"budget\n{unit}", [_budget(one, unit) for one in planned]),
-        _Column("kept", "kept", [str(one.num_kept) if one.num_kept else "-" for one in planned], is_figure=True),
+        _Column(_CHOSEN, "kept,\nagain,\nhost", [_chosen(one) for one in planned], is_figure=True),
         _Column(f"peak {unit}", f"peak\n{unit}", [_peak(one, unit) for one in planned], is_figure=True),
         _Column("step", "step", [seconds(one.step_s) for one in planned], is_figure=True),
         _Column("waiting", "waiting", [seconds(one.exposed_s) for one in planned], is_figure=True),
@@ -88,7 +91,7 @@ def show_sweep(found: Sequence[Forecast | TooLarge], best: Forecast | None, titl
     )
     styles = ["bold green" if one is best else None if one.fits else "dim" for one in planned]
     if planned:
-        _print_columns(columns, styles, ("waiting", "kept", "MFU", f"budget {unit}"), console)
+        _print_columns(columns, styles, ("waiting", _CHOSEN, "MFU", f"budget {unit}"), console)
     too_large = {(one.configuration.mesh, one.num_bytes) for one in found if isinstance(one, TooLarge)}
     for mesh, num_bytes in sorted(too_large, key=lambda one: one[1]):
         shown = "x".join(map(str, mesh))
@@ -98,6 +101,12 @@ def show_sweep(found: Sequence[Forecast | TooLarge], best: Forecast | None, titl
 def _budget(one: Forecast, unit: str) -> str:
     budget = one.configuration.budget
     return "-" if budget is None else in_unit(budget, unit) + ("" if one.is_met else " (not met)")
+
+
+def _chosen(one: Forecast) -> str:
+    """Return of how many parameters the gather, the product's inputs, or the activations are as the heading says."""
+    its = None if one.choice is None else one.choice.chosen
+    return "-" if its is None else f"{its.num_kept}, {its.num_recomputed}, {its.num_offloaded}"
 
 
 def _peak(one: Forecast, unit: str) -> str:
@@ -119,6 +128,8 @@ def _advice_on_budget(one: Forecast, budget: int) -> str:
     helps = ["a smaller batch or shorter sequences", "more ranks to share the parameters out over"]
     if said.checkpointing != FULL:
         helps.insert(0, "--checkpointing full")
+    if OFFLOAD not in said.may:
+        helps.insert(0, f"--may {' '.join(MAY)}")
     return (
         f"forward and backward may hold {size(budget)} on each rank, and the least that they need ({said}) is "
         f"{size(one.held_bytes)} ({one.held_bytes:,} bytes): give a larger --budget, or {', or '.join(helps)}."
@@ -172,7 +183,7 @@ def as_data(one: Forecast | TooLarge) -> dict[str, Any]:
         "tokens_per_s": one.tokens_per_s,
         "tokens_per_s_per_rank": one.tokens_per_s_per_rank,
         "mfu": one.mfu,
-        "layers_kept": one.num_kept,
+        "choice": None if one.choice is None else dataclasses.asdict(one.choice),
         "layers_traced": one.num_traced,
         "layers": one.num_periods,
     }

@@ -194,15 +194,12 @@ def added(shorter: Half, longer: Half) -> Added | None:
     return Added(tuple(blocks), plus(longer.held, shorter.held, -1), plus(longer.given, shorter.given, -1))
 
 
-def extended(half: Half, more: Sequence[tuple[Added, int]]) -> Half:
-    """Return a half with each of these additions inserted its number of times."""
-    steps, held, given = list(half.steps), half.held, half.given
-    blocks = [(place, block * times) for one, times in more for place, block in one.blocks]
-    for place, block in sorted(blocks, key=lambda found: -found[0]):
-        steps[place:place] = block
-    for one, times in more:
-        held, given = plus(held, one.held, times), plus(given, one.given, times)
-    return Half(held, given, tuple(steps))
+def extended(half: Half, more: Added, times: int) -> Half:
+    """Return a half with an addition inserted this number of times."""
+    steps = list(half.steps)
+    for place, block in sorted(more.blocks, key=lambda found: -found[0]):
+        steps[place:place] = block * times
+    return Half(plus(half.held, more.held, times), plus(half.given, more.given, times), tuple(steps))
 
 
 def _is_one(place: int, length: int, steps: Sequence[Step]) -> bool:

@@ -1,10 +1,4 @@
-"""Plan many configurations of one model on the same ranks, and find the best of them.
-
-A budget decides what stays gathered until backward: as many of the last layers as save time and fit. Where the step
-does not fit even with no layer kept, the forecast computes again all that a plan within a budget may. Plans in between
-(some activations saved and others not, or layers kept beside recomputation) are not tried. A model that compiles with
-the budget does find them, and is faster than the forecast.
-"""
+"""Plan many configurations of one model on the same ranks, and find the best of them."""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .forecast import OPTIMIZERS, Configuration, Forecast, Hardware, Keeps, Planner, Whole, as_told, nothing
+from .forecast import OPTIMIZERS, Configuration, Forecast, Hardware, Planner
 from .joint import FULL, NONE, PRECISIONS
 from .layers import find_run
 from .target import Made, Target
@@ -70,21 +64,15 @@ Told = Callable[[str], None]
 
 
 class Sweep:
-    """Plans configurations of one model; those that differ in their budget alone are traced once."""
+    """Plans configurations of one model."""
 
     def __init__(self, target: Target, hardware: Hardware, weights: Weights, told: Told) -> None:
         self.target, self.hardware, self.weights, self._told = target, hardware, weights, told
-        self._planners: dict[Configuration, Planner] = {}
 
     def plan(self, one: Configuration) -> Forecast:
         """Plan one configuration."""
-        traced = dataclasses.replace(one, budget=None)
-        if traced not in self._planners:
-            made = self.target.make(one.batch, one.sequence)
-            self._planners[traced] = Planner(made, traced, self.hardware, lambda what: self._told(f"{one}: {what}"))
-        planner = self._planners[traced]
-        planner.configuration = one
-        return forecast_of(planner)
+        made = self.target.make(one.batch, one.sequence)
+        return Planner(made, one, self.hardware, lambda what: self._told(f"{one}: {what}")).forecast()
 
     def sweep(self, given: Configuration) -> list[Forecast | TooLarge]:
         """Plan the configurations around the given one, and then the fastest that fits once more, within a budget."""
@@ -114,7 +102,7 @@ def around(given: Configuration, hardware: Hardware, made: Made) -> list[Configu
     repeats = find_run(made.model) is not None  # else there are no layers to checkpoint
     ways = dict.fromkeys((NONE, given.checkpointing, FULL) if repeats else (given.checkpointing,))
     return [
-        Configuration(mesh, batch, given.sequence, way)
+        Configuration(mesh, batch, given.sequence, way, may=given.may)
         for mesh, batch, way in itertools.product(_meshes(given, hardware), batches, ways)
     ]
 
@@ -141,61 +129,3 @@ def _meshes(given: Configuration, hardware: Hardware) -> list[tuple[int, ...]]:
     sizes = [size for size in range(node, num_ranks, node) if num_ranks % size == 0]
     replicated = [(num_ranks // size, size) for size in reversed(sizes)]
     return list(dict.fromkeys([given.mesh, (num_ranks,), *replicated]))[:_MESHES]
-
-
-def forecast_of(planner: Planner) -> Forecast:
-    """Forecast by the budget of the planner's configuration; without one, by the settings of the units."""
-    budget = planner.configuration.budget
-    if budget is None:
-        whole, num_traced = planner.all_alike(as_told)
-        return planner.forecast(whole, 0, num_traced)
-    return planner.forecast(*min(_candidates(planner, budget), key=lambda found: _rank(found, budget)))
-
-
-def _rank(candidate: tuple[Whole, int, int], budget: int) -> tuple[float, ...]:
-    whole, num_kept, _ = candidate
-    num_bytes = sum(whole.peak())
-    if num_bytes <= budget:
-        return 0, whole.seconds(), num_bytes
-    return 1, num_bytes, num_kept, whole.seconds()  # over the budget: fewest bytes, then fewest layers kept
-
-
-def _candidates(planner: Planner, budget: int) -> list[tuple[Whole, int, int]]:
-    """Return the steps to choose from, with how many periods each keeps gathered, and how many were traced."""
-    found: list[tuple[Whole, int, int]] = []
-    for root in (as_told, nothing):
-        if any(sum(whole.peak()) <= budget for whole, *_ in found):
-            break  # parameters outside of the layers are read last, so they are the first to keep
-        none, num_traced = planner.all_alike(planner.keeping(0, root))
-        found.append((none, 0, num_traced))
-        if planner.run is None:
-            continue
-        every, every_traced = planner.all_alike(planner.keeping(None, root))
-        found.append((every, planner.num_periods, every_traced))
-        if sum(none.peak()) <= budget < sum(every.peak()):
-            most = _most_that_fit(planner, root, budget)
-            for num_kept in {most, most // 2}:
-                whole = planner.last_kept(num_kept, root)
-                if whole is not None:
-                    found.append((whole, num_kept, num_traced))
-    if not any(sum(whole.peak()) <= budget for whole, *_ in found):
-        lean, num_traced = planner.all_alike(nothing, is_lean=True)
-        found.append((lean, 0, num_traced))
-    return found
-
-
-def _most_that_fit(planner: Planner, root: Keeps, budget: int) -> int:
-    """Find by bisection how many of the last periods may stay gathered."""
-    fits, over = 0, planner.num_periods
-    while over - fits > 1:
-        middle = (fits + over) // 2
-        whole = planner.last_kept(middle, root)
-        if whole is None:  # too few are kept, or too few are not, to see what repeats
-            if middle < planner.num_periods // 2:
-                return fits
-            over = middle
-        elif sum(whole.peak()) <= budget:
-            fits = middle
-        else:
-            over = middle
-    return fits
