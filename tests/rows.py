@@ -859,8 +859,9 @@ ROWS = (
         "`torch.func`",
         (
             "test_eager.py::test_derivatives_by_inputs_through_torch_func",
+            "test_eager.py::test_parameters_get_their_gradients_through_transforms_of_torch_func",
         ),
-        "jvp and grad by inputs. Not: vmap.",
+        "vmap, jvp and grad inside a forward; jvp and grad by inputs.",
     ),
     Row(
         "D27",

@@ -742,6 +742,42 @@ def test_derivatives_by_inputs_through_torch_func() -> None:
     assert_same_grads(model, unsharded)
 
 
+TRANSFORMS: dict[str, Any] = {
+    "vmap": lambda block, x: torch.func.vmap(block)(x),
+    "jvp": lambda block, x: sum(torch.func.jvp(block, (x,), (torch.ones_like(x),))),
+    "grad": lambda block, x: x + torch.func.grad(lambda y: block(y).pow(2).sum())(x),
+    "grad and a call": lambda block, x: block(x) + torch.func.grad(lambda y: block(y).pow(2).sum())(x),
+    "none, which frees what the others left gathered": lambda block, x: block(x),
+}
+
+
+class Transforming(nn.Module):
+    """A block in a transform of torch.func, and one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(8) for _ in range(2))
+
+    def forward(self, x: Tensor, how: str) -> Tensor:
+        return self.layers[1](TRANSFORMS[how](self.layers[0], x))  # type: ignore[no-any-return]
+
+
+@on_two_ranks
+def test_parameters_get_their_gradients_through_transforms_of_torch_func() -> None:
+    unsharded, model = twins(Transforming)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    inputs = [torch.randn(3, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    for how in TRANSFORMS:
+        model(inputs[dist.get_rank()], how).pow(2).mean().backward()
+        torch.stack([unsharded(x, how).pow(2).mean() for x in inputs]).mean().backward()
+        assert_same_grads(model, unsharded, atol=1e-5, rtol=1e-4)
+        for one in (model, unsharded):
+            one.zero_grad()
+    assert held_bytes(model) == 0
+
+
 class Dropping(nn.Module):
     """Blocks, of which a call may leave some out, as layer drop does."""
 

@@ -32,6 +32,7 @@ from ..core.unit import Unit, names_in, paths_in
 from ..passes.ir.markers import require_data
 from ..passes.ranks.agree import Agreement
 from .backward import clean_up_at_end, enter_backward
+from .gathered import Gathered
 from .reads import end_at_inputs, gather, prefetch, read
 from .running import Call, Running, recover, running
 from .trace import span
@@ -64,7 +65,7 @@ def begin_forward(
         recover(unit.root)
     iteration.forward_number += unit.outer is None and iteration.depth == 0
     call = _call_of(run)
-    call.num_forwards += 1
+    call.num_recorded += torch.is_grad_enabled()
     iteration.depth += 1
     run.calls.append(call)
     if not reads_are_compiled:
@@ -77,7 +78,7 @@ def begin_forward(
         for target in map(running, unit.settings.forward_prefetch):
             if target is not run:
                 prefetch(target)
-        if call.num_forwards == 1:  # the backward of the first forward is the last
+        if call.num_recorded == 1:  # the backward of the first forward is the last
             args, kwargs = end_at_inputs(call, args, kwargs)
     return call, args, kwargs
 
@@ -87,14 +88,20 @@ def _call_of(run: Running) -> Call:
     gathered = run.current()
     gathered.free_if_stale()
     call = run.shared_call
-    if call is not None and (call.gathered is not gathered or not (run.not_run_yet or gathered.is_full)):
+    if call is not None and not _goes_on(call, gathered):
         call = None
     run.iteration.end_calls(but=call)
     if call is None:
         call = run.shared_call = Call(run, gathered)
         run.not_run_yet = set(run.unit.modules)
-    call.records |= autograd.records_now()
+    call.records |= torch.is_grad_enabled()
     return call
+
+
+def _goes_on(call: Call, gathered: Gathered) -> bool:
+    """Whether a forward that begins now shares the call; not if ``no_grad`` began or ended since."""
+    follows = gathered.is_full and call.records == torch.is_grad_enabled()
+    return call.gathered is gathered and (follows or bool(call.run.not_run_yet))
 
 
 def enter(unit: Unit) -> Callable[[], None]:
@@ -117,7 +124,8 @@ def _abandon_forward(run: Running, num_calls: int, depth: int) -> None:
     if autograd.backward_task() is None:
         iteration.depth = depth
         for call in begun:
-            call.forget_reads()
+            if call not in run.calls:  # which a forward inside itself shares
+                call.forget_reads()
         run.shared_call = None
         if not run.calls and run.gathered is not None:
             run.gathered.free()
@@ -147,6 +155,7 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
         call.gathered.give_away(tensors)
         _hook_outputs(call, outputs)
     call.has_outputs |= bool(outputs)
+    call.is_transformed |= autograd.in_functorch()
     run.not_run_yet.discard(module)
     if not run.not_run_yet and call not in run.calls:
         iteration.has_ended(call)

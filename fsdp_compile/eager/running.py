@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
@@ -107,10 +108,11 @@ class Call:
         self.ends_with_errors = True
         # An autograd node at the inputs tells when backward is through with the unit.
         self.ends_at_inputs = False
-        self.records = autograd.records_now()
-        self.num_forwards = 0
+        self.records = torch.is_grad_enabled()
+        self.num_recorded = 0  # forwards that ran with grad enabled
         self.was_read = False
         self.has_outputs = False  # that a gradient may come to
+        self.is_transformed = False  # a forward ran in a transform of torch.func
         self.looks_up_again = False  # in a checkpointed region, which backward runs once more
         self.read_frozen = False  # autograd may have saved one, and no gradient is sure to come for it
         # What reads return, by index and whether autograd recorded them. Autograd's nodes refer to the call, so they
@@ -250,7 +252,7 @@ class Iteration:
         call.forget_reads()
         if call.has_outputs and call.was_read:
             self._awaits_backward(call)
-        if run.calls or not call.gathered.is_here or autograd.in_functorch():
+        if run.calls or not call.gathered.is_here or call.is_transformed:
             return  # a transform may run a backward that is not seen here: the next forward frees
         run.held_call = None
         if call.has_outputs and unit.post_forward is not None:

@@ -153,7 +153,7 @@ def play(case: Case) -> str:
     within = 8e-2 if case.policy == "bfloat16" else 1e-4
     for number, said in enumerate(case.steps):
         eagerly = mode == ("told to run eagerly" if number else "from a later step")
-        recompiles = contextlib.nullcontext()
+        recompiles = torch._dynamo.config.patch(recompile_limit=64)  # ranks with other lengths would come to 8 alone
         if mode == "one recompilation":  # each length, and each mode of accumulation, is another graph
             recompiles = torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False)
         with torch.compiler.set_stance("force_eager" if eagerly else "default"), recompiles:
