@@ -54,9 +54,9 @@ LAYER = {"norm": (4096,), "wk": (1024, 4096), "wq": (4096, 4096), "up": (14336, 
     ("backend", "num_ranks", "alone"),
     [
         ("nccl", 8, ["large up"]),  # 448 MiB, and the others have up to 112
-        ("nccl", 512, ["large up"]),
-        # Where buckets are packed, merging saves one collective, which takes longer on more ranks, and copies all
-        # ranks' parts. gloo's all-gather takes turns, so its time is the ranks'.
+        # On more ranks the launch that merging saves takes longer.
+        ("nccl", 512, []),
+        # Where buckets are packed, merging also copies all ranks' parts.
         ("gloo", 8, ["wk", "wq", "up", "large up"]),
         ("gloo", 64, ["wq", "up", "large up"]),
         ("gloo", 512, ["large up"]),
