@@ -158,9 +158,9 @@ def for_any_mix(case: Case) -> Case:
     def without(block: Block, is_compiled: bool) -> Block:
         inside = tuple(without(one, False) for one in block.inside)
         unit = is_compiled if "blocks" in case.modes else block.unit
-        calls = 1 if inside else block.calls  # what is inside would be called in turns
-        alone = dataclasses.replace(block, inside=inside, unit=unit, calls=calls, tied_to_first=False, breaks=False)
-        return dataclasses.replace(alone, **plain)
+        if inside:  # called twice, in turns; or recomputed together
+            block = dataclasses.replace(block, calls=1, checkpoint=False)
+        return dataclasses.replace(block, inside=inside, unit=unit, tied_to_first=False, breaks=False, **plain)
 
     blocks = tuple(without(one, is_compiled=True) for one in case.blocks)
     return dataclasses.replace(case, blocks=blocks, tied_head=case.tied_head and not case.reshard)
