@@ -98,6 +98,14 @@ def _fsdp1(model: Any) -> Any:
 WAYS = {one.__name__[1:]: one for one in (_in_blocks, _offloaded, _on_two_meshes, _replicas, _fsdp1)}
 
 
+def _steps_of(model: nn.Module, optimizer: Optimizer) -> Callable[[int], None]:
+    def step(number: int) -> None:
+        loss_of(model(mine(number))).backward()
+        optimizer.step()
+
+    return step
+
+
 def _train(step: Callable[[int], Any], model: nn.Module, reference: nn.Module, others: list[Optimizer]) -> None:
     """Take three steps on both, with gradients of the sharded one: optimizers make much of the last bit."""
     for number in range(3):
@@ -122,12 +130,7 @@ def test_a_sharded_model_trains_as_the_unsharded_one(way: str, kind: str) -> Non
     ours, theirs = KINDS[kind]
     model = WAYS[way](model)
     optimizer = ours(model)
-
-    def step(number: int) -> None:
-        loss_of(model(mine(number))).backward()
-        optimizer.step()
-
-    _train(step, model, reference, theirs(reference))
+    _train(_steps_of(model, optimizer), model, reference, theirs(reference))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,12 +140,7 @@ def test_an_optimizer_that_was_built_before_fsdp1_wrapped_its_model_has_the_shar
     ours, theirs = KINDS[kind]
     optimizer = ours(model)
     model = _fsdp1(model)
-
-    def step(number: int) -> None:
-        loss_of(model(mine(number))).backward()
-        optimizer.step()
-
-    _train(step, model, reference, theirs(reference))
+    _train(_steps_of(model, optimizer), model, reference, theirs(reference))
 
 
 @pytest.mark.parametrize("kind", KINDS)

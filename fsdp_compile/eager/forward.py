@@ -51,7 +51,7 @@ def begin_forward(
         call = _call_in_backward(run)
         if call is None:  # reentrant checkpointing: its backward will be another one
             call = Call(run, run.current())
-            call.is_in_backward = True
+            call.is_in_backward, call.records = True, torch.is_grad_enabled()
             args, kwargs = end_at_inputs(call, args, kwargs)
         run.calls.append(call)
         return call, args, kwargs
@@ -65,7 +65,7 @@ def begin_forward(
         recover(unit.root)
     iteration.forward_number += unit.outer is None and iteration.depth == 0
     call = _call_of(run)
-    call.num_recorded += torch.is_grad_enabled()
+    is_first, call.records = not call.records, call.records or torch.is_grad_enabled()
     iteration.depth += 1
     run.calls.append(call)
     if not reads_are_compiled:
@@ -78,7 +78,7 @@ def begin_forward(
         for target in map(running, unit.settings.forward_prefetch):
             if target is not run:
                 prefetch(target)
-        if call.num_recorded == 1:  # the backward of the first forward is the last
+        if is_first:  # that autograd records, if it does: its backward is the last
             args, kwargs = end_at_inputs(call, args, kwargs)
     return call, args, kwargs
 
@@ -94,7 +94,6 @@ def _call_of(run: Running) -> Call:
     if call is None:
         call = run.shared_call = Call(run, gathered)
         run.not_run_yet = set(run.unit.modules)
-    call.records |= torch.is_grad_enabled()
     return call
 
 

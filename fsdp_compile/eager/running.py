@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
@@ -108,8 +107,7 @@ class Call:
         self.ends_with_errors = True
         # An autograd node at the inputs tells when backward is through with the unit.
         self.ends_at_inputs = False
-        self.records = torch.is_grad_enabled()
-        self.num_recorded = 0  # forwards that ran with grad enabled
+        self.records = False  # whether a forward ran with grad enabled
         self.was_read = False
         self.has_outputs = False  # that a gradient may come to
         self.is_transformed = False  # a forward ran in a transform of torch.func
