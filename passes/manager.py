@@ -32,6 +32,7 @@ from .ir.phases import has_phases, number_phases
 from .ir.plan import Plan
 from .ir.provenance import (
     annotate,
+    annotate_reductions,
     groups_of,
     has_markers,
     name_reductions,
@@ -42,6 +43,7 @@ from .ir.provenance import (
 )
 from .ranks.agree import Agreement
 from .ranks.settle import Settled
+from .schedule.calls import name_markers
 from .schedule.given import fitted
 from .schedule.planner import plan_graph, plan_joint, plan_whole, step_of
 from .schedule.reasons import BUDGET, GIVEN, TOLD
@@ -121,7 +123,7 @@ class PassManager(CustomGraphPass):
             let_inductor_see_offloaded()
             stage = _stage(graph)
             if stage == "inference":
-                annotate(graph)
+                name_markers(graph)
                 for one_pass in (merge, parts):  # no joint graph was there to run them on
                     one_pass(graph, Plan(stage))
             elif stage == "whole" and step_of(graph) is None:
@@ -138,7 +140,7 @@ class PassManager(CustomGraphPass):
         """AOTAutograd's joint hook: markers are named, merged and tagged."""
         del inputs
         if has_markers(module.graph):
-            annotate(module.graph)
+            name_markers(module.graph)
             # The plan is made after the first three passes: it names the gathers that are then in the graph.
             self._run(module.graph, "joint", None, JOINT_PASSES)
             module.recompile()
@@ -154,6 +156,7 @@ class PassManager(CustomGraphPass):
     def _prepare_whole(self, graph: fx.Graph) -> None:
         number_phases(graph)
         annotate(graph)
+        annotate_reductions(graph)
         self._run(graph, "joint", None, WHOLE_PASSES)
 
     def uuid(self) -> str:

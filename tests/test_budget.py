@@ -25,10 +25,11 @@ from fsdp_compile.passes.budget.residency import AGAIN, KEPT, choose
 from fsdp_compile.passes.budget.residents import Held, residents_of
 from fsdp_compile.passes.budget.trial import trial_of
 from fsdp_compile.passes.ir.plan import Candidate, Choice
-from fsdp_compile.passes.ir.provenance import annotate, settle_names
+from fsdp_compile.passes.ir.provenance import settle_names
 from fsdp_compile.passes.ranks import agree
 from fsdp_compile.passes.ranks.agree import Agreement
 from fsdp_compile.passes.ranks.settle import Settled
+from fsdp_compile.passes.schedule.calls import name_markers
 from fsdp_compile.passes.schedule.planner import plan_joint
 from fsdp_compile.passes.wire.ledger import GraphText, Launch
 from tests.comparing import assert_same_grads
@@ -65,7 +66,7 @@ def five_products() -> fx.Graph:
             grad = b.gradient(ys[layer + 1], aten.mm.default, grad, b.call(aten.t.default, weights[layer]))
         grads.insert(0, b.reduce(of_weight, its_spec, of=weights[layer]))  # autograd hands both on together
     graph = b.output(ys[-1], *grads, None)  # type: ignore[arg-type]
-    annotate(graph)
+    name_markers(graph)
     settle_names(graph)
     return graph
 
@@ -162,7 +163,7 @@ def products_and_scales() -> fx.Graph:
         grads[:0] = [b.reduce(of_w, its["w"], of=w), b.reduce(of_g, its["g"], of=g)]
         grad = b.call(aten.mm.default, grad, b.call(aten.t.default, w))
     graph = b.output(result, *grads, grad)
-    annotate(graph)
+    name_markers(graph)
     settle_names(graph)
     return graph
 

@@ -22,7 +22,8 @@ from fsdp_compile.passes.budget.residency import AGAIN, KEPT, SLICED, choose
 from fsdp_compile.passes.budget.residents import PARAMETERS, SLICES, Resident, residents_of, slices_of
 from fsdp_compile.passes.budget.trial import Trial, trial_of
 from fsdp_compile.passes.ir.markers import keep_slice
-from fsdp_compile.passes.ir.provenance import annotate, find_unshards, reduce_nodes, settle_names, unshard_nodes
+from fsdp_compile.passes.ir.provenance import find_unshards, reduce_nodes, settle_names, unshard_nodes
+from fsdp_compile.passes.schedule.calls import name_markers
 from tests.comparing import batches, train_and_compare
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks
@@ -59,7 +60,7 @@ def products(num: int = 8, rows: int = 8, name: str = "") -> fx.Graph:
             grad = b.call(aten.mm.default, grad, b.call(aten.t.default, weights[layer]))
         grads.insert(0, b.reduce(of_weight, its, of=weights[layer]))
     graph = b.output(ys[-1], *grads, None)  # type: ignore[arg-type]
-    annotate(graph)
+    name_markers(graph)
     for node in (*unshard_nodes(graph), *reduce_nodes(graph)) if name else ():
         node.meta["fsdp_fqn"] = name
     settle_names(graph)

@@ -23,8 +23,9 @@ from fsdp_compile.passes.apply.parts import parts
 from fsdp_compile.passes.ir import markers
 from fsdp_compile.passes.ir.markers import keep_slice
 from fsdp_compile.passes.ir.meta import AC_GRAPH_ID, ROLE
-from fsdp_compile.passes.ir.provenance import annotate, find_unshards
+from fsdp_compile.passes.ir.provenance import find_unshards
 from fsdp_compile.passes.schedule.buckets import gather_buckets
+from fsdp_compile.passes.schedule.calls import name_markers
 from fsdp_compile.passes.schedule.planner import plan_graph, plan_joint
 from fsdp_compile.passes.schedule.slices import slices, use_first_gather
 from fsdp_compile.passes.wire import sums
@@ -354,13 +355,13 @@ return add_tensor, reduce_grad_default_2""")
 def test_a_name_is_completed_by_its_reader(reader: str, fqn: str, expected: str) -> None:
     b = Builder()
     graph = b.output(b.unshard(b.input("shard", 2, 3), spec(fqn), reader))
-    annotate(graph)
+    name_markers(graph)
     assert [marker.fqn for marker in find_unshards(graph)] == [expected]
 
 
 def test_the_reader_that_agrees_with_the_name_says_where_the_unit_is() -> None:
     graph = joint_of_a_parameter_read_twice()
-    annotate(graph)
+    name_markers(graph)
     assert [marker.fqn for marker in find_unshards(graph)] == ["layers.0.up.weight", "layers.0.up.weight@2"]
     assert {marker.unit for marker in find_unshards(graph)} == {"Block:layers.0"}
 
@@ -397,7 +398,7 @@ def joint_graph() -> Builder:
     grad_x = build.call(aten.mm.default, grad, masked)
     grad_bias = build.reduce(build.call(aten.sum.dim_IntList, grad, [0]), specs[1], of=bias)
     build.output(out, grad_x, grad_bias)
-    annotate(build.graph)
+    name_markers(build.graph)
     return build
 
 

@@ -19,8 +19,9 @@ from fsdp_compile.passes import Plan
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, LEAN, choose
 from fsdp_compile.passes.budget.trial import Trial, trial_of
 from fsdp_compile.passes.cost.memory import results_of, saved_by
-from fsdp_compile.passes.ir.provenance import annotate, settle_names
+from fsdp_compile.passes.ir.provenance import settle_names
 from fsdp_compile.passes.schedule.activations import activations_of, compute_again
+from fsdp_compile.passes.schedule.calls import name_markers
 from tests.comparing import assert_same_grads, train_and_compare
 from tests.models import Stack, pair, twins
 from tests.ranks import Ranks
@@ -60,7 +61,7 @@ def two_blocks() -> fx.Graph:
         grad = b.call(aten.add.Tensor, grad, b.call(aten.mm.default, of_wide, b.call(aten.t.default, up)))
         grads[:0] = [b.reduce(of_up, its[UP], of=up), b.reduce(of_down, its[DOWN], of=down)]
     graph = b.output(h, *grads, grad)
-    annotate(graph)
+    name_markers(graph)
     settle_names(graph)
     return graph
 

@@ -22,8 +22,9 @@ from fsdp_compile.passes.budget import budget, remember
 from fsdp_compile.passes.budget.remember import remembered
 from fsdp_compile.passes.budget.residency import choose
 from fsdp_compile.passes.ir.plan import Candidate, Choice
-from fsdp_compile.passes.ir.provenance import annotate, settle_names
+from fsdp_compile.passes.ir.provenance import settle_names
 from fsdp_compile.passes.ranks.settle import Settled
+from fsdp_compile.passes.schedule.calls import name_markers
 from tests.models import Stack, shard
 from tests.recording import plans_made
 from tests.test_passes import Builder, spec
@@ -50,7 +51,7 @@ def product(rows: int = 8, step: str = "budget 0, 7.1", saved: Any = None, op: A
     y.meta["recompute"] = saved
     grad = b.call(aten.mm.default, b.call(aten.t.default, x), tangent)
     graph = b.output(y, b.reduce(grad, its_spec, of=weight), None)  # type: ignore[arg-type]
-    annotate(graph)
+    name_markers(graph)
     settle_names(graph)
     return graph
 

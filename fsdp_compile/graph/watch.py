@@ -162,11 +162,13 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         return traced_frames.was_kept(self._read(fqn), local)
 
     def _read(self, fqn: str) -> Any:
-        """Return what two reads have in common if they give one tensor: parameter, modes, number of writes before."""
+        """Return what two reads have in common if they give one tensor: parameter, call, modes, writes before."""
         param = self._param(fqn)
         registered = traced_frames.node_of("param")  # of a read for which ``takes`` returned None
         has_grad = torch.is_grad_enabled() or self.records()
-        return param, registered, has_grad, traced_frames.in_inference_mode(), dynamo.num_writes_traced(param.shard)
+        call = traced_frames.calls_of(self.unit.modules)
+        modes = has_grad, traced_frames.in_inference_mode()
+        return param, registered, call, modes, dynamo.num_writes_traced(param.shard)
 
     def note_data(self) -> None:
         """Have the eager path gather anew, into other storages, since a shard has other memory."""

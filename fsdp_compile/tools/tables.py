@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..passes.wire.spec import without_use
+
 if TYPE_CHECKING:  # else it is imported in functions, because most programs never print a table
     from rich.console import Console
 
@@ -102,16 +104,17 @@ def on_one_line(text: str) -> str:
 
 def shorten(fqns: Sequence[str], unit: str) -> str:
     """Return as many names as fit, without the unit's own path."""
-    prefix = unit.rpartition(" (")[0] + "."
+    prefix = without_use(unit.rpartition(" (")[0]) + "."
     return _first_of([fqn.removeprefix(prefix) for fqn in fqns], _NAMES_WIDTH)
 
 
 def located(fqns: Sequence[str], unit: str) -> str:
     """Return as many names as fit behind the unit's path, for tables in which nothing else tells layers apart."""
     path = unit.rpartition(" (")[0]
-    if not path or not all(fqn.startswith(f"{path}.") for fqn in fqns):
+    prefix = f"{without_use(path)}."
+    if not path or not all(fqn.startswith(prefix) for fqn in fqns):
         return _first_of(fqns, _NAMES_WIDTH)
-    return f"{path}: {_first_of([fqn.removeprefix(f'{path}.') for fqn in fqns], _NAMES_WIDTH - len(path) - 2)}"
+    return f"{path}: {_first_of([fqn.removeprefix(prefix) for fqn in fqns], _NAMES_WIDTH - len(path) - 2)}"
 
 
 def _first_of(names: Sequence[str], width: int) -> str:

@@ -1,4 +1,4 @@
-"""Merge all gathers of a parameter into one, and all of its reductions, however often it is read.
+"""Merge all gathers of one use of a parameter, and all of its reductions, however often it is read.
 
     joint graph                              after
     w1 = unshard(shard)                      w  = unshard(shard)
@@ -8,7 +8,9 @@
     r2 = reduce_grad(g2)
     r  = r1 + r2
 
-AOTAutograd's own common-subexpression pass keeps apart what only forward uses, and never moves a sum through an op.
+The markers of two uses (calls.py) are different, so each use keeps its own gather and reduction; r is then the sum of
+theirs. AOTAutograd's own common-subexpression pass keeps apart what only forward uses, and never moves a sum through an
+op.
 In a graph with several phases (phases.py), each phase has its own gather and its own reduction.
 """
 
@@ -20,7 +22,7 @@ from torch import fx
 from ..ir import markers
 from ..ir.phases import lifetime, phase_of
 from ..ir.plan import Plan
-from ..ir.provenance import reduce_nodes, unshard_nodes
+from ..ir.provenance import unshard_nodes
 
 _ADDS = (torch.ops.aten.add.Tensor,)
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
@@ -60,32 +62,65 @@ def _merge_gathers(graph: fx.Graph) -> int:
 
 def _merge_reductions(graph: fx.Graph) -> int:
     num_merged = 0
-    pending = list(reduce_nodes(graph))
-    while pending:
-        left = pending.pop()
-        total = _only_user(left)
-        if total is None or total.target not in _ADDS or total.kwargs:
+    for total in [node for node in graph.nodes if _is_sum(node) and not _is_term(node)]:
+        terms, sums = _terms_of(total)
+        alike: dict[object, list[fx.Node]] = {}
+        for term in terms:
+            alike.setdefault(_what_it_reduces(term), []).append(term)
+        if len(alike) == len(terms):
             continue
-        right = total.args[1] if total.args[0] is left else total.args[0]
-        if not isinstance(right, fx.Node) or right is left or right.target is not left.target:
-            continue
-        if _only_user(right) is not total or right.kwargs != left.kwargs or phase_of(right) != phase_of(left):
-            continue
-        grads = [total.args[0].args[0], total.args[1].args[0]]  # type: ignore[union-attr]
         with graph.inserting_before(total):
-            summed = _sum(graph, *grads)  # type: ignore[arg-type]
-            reduced = graph.call_function(left.target, (summed,), dict(left.kwargs))  # type: ignore[arg-type]
-            reduced.meta = dict(left.meta)
-        total.replace_all_uses_with(reduced)
-        graph.erase_node(total)
-        graph.erase_node(left)
-        graph.erase_node(right)
-        for grad in grads:
-            if grad.target is markers.resume and not grad.users:  # type: ignore[union-attr]
-                graph.erase_node(grad)  # type: ignore[arg-type]
-        pending = [node for node in pending if node is not right] + [reduced]
-        num_merged += 1
+            left = [some[0] if len(some) == 1 else _reduced_once(graph, some) for some in alike.values()]
+            result = left[0]
+            for one in left[1:]:
+                result = _add(graph, result, one)
+        total.replace_all_uses_with(result)
+        for node in (*sums, *terms, *(grad for term in terms for grad in term.all_input_nodes)):
+            if not node.users and node.target in (*_ADDS, markers.reduce_grad, markers.resume):
+                graph.erase_node(node)
+        num_merged += len(terms) - len(alike)
     return num_merged
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target in _ADDS and not node.kwargs and all(isinstance(one, fx.Node) for one in node.args)
+
+
+def _is_term(node: fx.Node) -> bool:
+    """Whether nothing but another sum reads a sum."""
+    return len(node.users) == 1 and _is_sum(next(iter(node.users)))
+
+
+def _terms_of(total: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return what a sum adds, looking into sums that only it reads; and these sums, each before those inside it."""
+    terms, sums = [], [total]
+    stack = [*reversed(total.args)]
+    while stack:
+        node = stack.pop()
+        assert isinstance(node, fx.Node)
+        if _is_sum(node) and _is_term(node):
+            sums.append(node)
+            stack += reversed(node.args)
+        else:
+            terms.append(node)
+    return terms, sums
+
+
+def _what_it_reduces(term: fx.Node) -> object:
+    """Return what reductions have in common that may be one: the parameter, its use, and the phase."""
+    if term.target is markers.reduce_grad and len(term.users) == 1:
+        return repr(sorted(term.kwargs.items())), phase_of(term)
+    return term
+
+
+def _reduced_once(graph: fx.Graph, reductions: list[fx.Node]) -> fx.Node:
+    first = reductions[0]
+    summed: fx.Node = first.args[0]  # type: ignore[assignment]
+    for one in reductions[1:]:
+        summed = _sum(graph, summed, one.args[0])  # type: ignore[arg-type]
+    reduced = graph.call_function(first.target, (summed,), dict(first.kwargs))  # type: ignore[arg-type]
+    reduced.meta = dict(first.meta)
+    return reduced
 
 
 def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
@@ -95,10 +130,10 @@ def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
         resumed = graph.call_function(markers.resume, (summed, left.args[1]))
         resumed.meta = dict(left.meta)
         return resumed
+    return _add(graph, left, right)
+
+
+def _add(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
     summed = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
     summed.meta = dict(left.meta)
     return summed
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..wire.spec import ParamSpec, with_part
+from ..wire.spec import ParamSpec, with_part, with_use, without_use
 from . import markers
 from .module_paths import path_of, without_wrappers
 from .nodes import VIEWS, source_of
@@ -30,6 +30,9 @@ from .phases import phase_of
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
+_USE = "fsdp_use"
+_MODEL = "fsdp_model"  # in a graph that reads several
+_CALL = re.compile(r"@(\d+)$")
 _MEMBER = re.compile(r"^(\[\d+\])\.")  # the prefix of an FQN in a unit of several modules
 
 
@@ -79,27 +82,40 @@ def find_reduces(graph: fx.Graph) -> list[Marker]:
 
 
 def num_units_of(gathers: Iterable[Marker]) -> int:
-    """Return the least number of units of these gathers: units with one name have different shards of equal FQNs."""
+    """Return the least number of units of these gathers: units with one name have different shards of equal FQNs.
+
+    A unit has one name in all of its uses, but for their numbers.
+    """
     shards: dict[str, dict[tuple[object, ...], set[fx.Node]]] = {}
     for one in gathers:
         if whole_of(one.node) is None:
-            alike = shards.setdefault(one.unit, {}).setdefault(_alike(one.node), set())
+            alike = shards.setdefault(without_use(one.unit), {}).setdefault(_alike(one.node), set())
             alike.add(_behind_views(one.shard))
     return sum(max(map(len, of_unit.values())) for of_unit in shards.values())
 
 
 def annotate(graph: fx.Graph) -> None:
-    """Write absolute names on the markers of a graph that was not cut: all readers are there, with their paths.
-
-    In a joint graph a reduction is matched to its gather by their sequence number: AOTAutograd gives a backward node
-    the number of its forward node.
-    """
-    gathers = unshard_nodes(graph)
+    """Write absolute names on the gathers of a graph that was not cut: all readers are there, with their paths."""
     by_shard: dict[fx.Node, list[fx.Node]] = {}
-    for node in gathers:
+    for node in unshard_nodes(graph):
         by_shard.setdefault(_behind_views(node.args[0]), []).append(node)  # type: ignore[arg-type]
     _write_names(list(by_shard.values()))
-    by_sequence = {node.meta["seq_nr"]: node for node in gathers if "seq_nr" in node.meta}
+
+
+def put_in_use(gather: fx.Node, use: int, unit: str) -> None:
+    """Write on a gather which use of its unit it is of, and the unit's name there; a kept weight is gathered once."""
+    gather.meta[_USE], gather.meta[_UNIT] = use, unit
+    gather.meta[_FQN] = with_use(gather.meta[_FQN], use)
+    if gather.kwargs["regather"]:
+        gather.update_kwarg("use", use)
+
+
+def annotate_reductions(graph: fx.Graph) -> None:
+    """Write on the reductions of a joint graph the names of their gathers.
+
+    They are matched by their sequence number: AOTAutograd gives a backward node the number of its forward node.
+    """
+    by_sequence = {node.meta["seq_nr"]: node for node in unshard_nodes(graph) if "seq_nr" in node.meta}
     for node in reduce_nodes(graph):
         gather = by_sequence.get(node.meta.get("seq_nr"))
         if gather is not None and gather.kwargs["fqn"] == node.kwargs["fqn"] and not phase_of(node):
@@ -130,6 +146,7 @@ def _name_alike(reduction: fx.Node, gather: fx.Node) -> None:
     for key in (_FQN, _UNIT):
         if key in gather.meta:
             reduction.meta[key] = gather.meta[key]
+    reduction.update_kwarg("use", gather.meta.get(_USE, 1))
 
 
 def _alike(node: fx.Node) -> tuple[object, ...]:
@@ -223,6 +240,8 @@ def _write_names(parameters: list[list[fx.Node]]) -> None:
         siblings = sorted(members.get(unit, {"[0]": paths}).items(), key=lambda item: int(item[0][1:-1]))
         for node in readers:
             node.meta[_FQN] = fqn
+            if not one_model:
+                node.meta[_MODEL] = True
             node.meta[_UNIT] = ", ".join(paths[place] for _, paths in siblings if place < len(paths))
 
 
@@ -271,6 +290,19 @@ def _strip(path: list[str], owner: list[str]) -> tuple[int, str]:
             if path[start : start + length] == owner[:length]:
                 return length, ".".join(path[:start])
     return 0, ".".join(path)
+
+
+def calls_around(node: fx.Node) -> dict[str, int]:
+    """Return the paths of the modules that read a parameter here, from the outermost on, and which call of each runs.
+
+    Dynamo counts the calls of a module in a graph: the second one has ``@1`` in its key.
+    """
+    calls = {}
+    for key, (source, *_) in (node.meta.get("nn_module_stack") or {}).items():
+        model, path = path_of(source)
+        number = _CALL.search(str(key))
+        calls[".".join([*([model] if _MODEL in node.meta else []), *path])] = int(number[1]) if number else 0
+    return calls
 
 
 def reader_path(node: fx.Node) -> tuple[str, list[str]] | None:

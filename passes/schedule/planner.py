@@ -30,7 +30,7 @@ from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.aliases import is_free
 from ..ir.meta import STEP
-from ..ir.nodes import copied, passes_on, readers_of, source_of
+from ..ir.nodes import copied, passes_on, source_of
 from ..ir.phases import is_backward, phase_of
 from ..ir.plan import Bucket, Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes, whole_of
@@ -39,7 +39,7 @@ from .activations import compute_again
 from .schedule import Sent, launches
 from .slices import slice_these
 from .structure import structure_of
-from .uses import Use
+from .uses import Use, first_read
 
 
 def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
@@ -92,11 +92,14 @@ def uses_of(graph: fx.Graph) -> StepUses:
     again = [as_the_whole(one, named) for one in unshards if one.node in structure.again]
     return StepUses(
         plan,
-        forward=tuple(_uses(in_forward, lambda one: _first_read(one, place))),
+        forward=tuple(_uses(in_forward, lambda one: first_read(one, place))),
         again=tuple(Use(one.unit, one.fqn, one.spec, structure.again[one.node]) for one in again),
         # Autograd's order; what stands before it may depend on a batch of one.
         reduces=tuple(_uses(reduces, place.__getitem__)),
-        found=frozenset(one.unit for one in unshards if one.node not in structure.of_weights),
+        # A kept weight has one gather, of its first use; later uses have reductions alone.
+        found=frozenset(one.unit for one in unshards if one.node not in structure.of_weights).union(
+            one.unit for one in reduces if one.spec.use > 1 and one.fqn not in named.values()
+        ),
         sources=frozenset(
             named[one]
             for node, weights in structure.of_weights.items()
@@ -150,7 +153,7 @@ def plan_whole(graph: fx.Graph) -> Plan:
     """The plan of a step that is one graph: its phases one after another, each planned like a graph of its own."""
     unshards, reduces = find_unshards(graph), find_reduces(graph)
     place = {node: index for index, node in enumerate(graph.nodes)}
-    needed = {one.node: _first_read(one.node, place) for one in unshards}
+    needed = {one.node: first_read(one.node, place) for one in unshards}
     first = {(phase_of(one.node), one.shard): one for one in unshards if not is_backward(phase_of(one.node))}
     plan = Plan(
         stage="whole",
@@ -198,7 +201,7 @@ def plan_graph(graph: fx.Graph, stage: str) -> Plan:
     # Views and casts of a gradient may stand anywhere behind the place where it is computed.
     return launches(
         stage,
-        _uses(unshards, lambda one: _first_read(one, place)),
+        _uses(unshards, lambda one: first_read(one, place)),
         [Use(one.unit, one.fqn, one.spec, (place[source_of(one.shard, passes_on)],)) for one in reduces],
         backwards=stage == "backward",
     )
@@ -254,9 +257,3 @@ def _those_present(
             place[index] = len(left)
             left.append(dataclasses.replace(bucket, fqns=fqns, num_bytes=sum(num_bytes(specs[fqn]) for fqn in fqns)))
     return tuple(left), place
-
-
-def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
-    """Where a graph first computes with a parameter, looking through views and casts; its end when it never does."""
-    readers = readers_of(gathered, lambda one: passes_on(one) or one.target in (markers.keep_slice, markers.unshard))
-    return min((place[one] for one in readers), default=len(place))

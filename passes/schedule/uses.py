@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from torch import fx
+
+from ..ir import markers
+from ..ir.nodes import passes_on, readers_of
 from ..wire.spec import ParamSpec
 
 # Uses are sorted by their turns: a place in the step, and a key that orders the uses of one place.
@@ -55,6 +59,12 @@ def units_around(units: Collection[str]) -> dict[str, list[str]]:
         paths = [".".join(steps[:length]) for length in range(len(steps))] if steps != [""] else []
         around[unit] = [*dict.fromkeys(outer for path in paths for outer in at.get(path, ()))]
     return around
+
+
+def first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
+    """Where a graph first computes with a parameter, looking through views and casts; its end when it never does."""
+    readers = readers_of(gathered, lambda one: passes_on(one) or one.target in (markers.keep_slice, markers.unshard))
+    return min((place[one] for one in readers), default=len(place))
 
 
 def _path_of(unit: str) -> str:

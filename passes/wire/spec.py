@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from .. import _torch_compat as compat
 from .layout import ShardLayout
 
 NAMESPACE = "fsdpc"
+_USE = re.compile(r"@\d+(?=[.,]|$)")
 
 library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -31,6 +33,16 @@ def define_op(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake or kernel)
     op: compat.OpOverload = getattr(torch.ops.fsdpc, name).default
     return op
+
+
+def with_use(name: str, use: int) -> str:
+    """Return the name of a parameter in one of its uses; the first one has the parameter's own name."""
+    return name if use == 1 else f"{name}@{use}"
+
+
+def without_use(name: str) -> str:
+    """Return the name that a parameter or a unit has in all of its uses."""
+    return _USE.sub("", name)
 
 
 def with_part(name: str, part: int) -> str:
@@ -74,6 +86,7 @@ class ParamSpec:
     inner_rank: int = 0
     inner_offered: bool = False  # kept only where the plan of the step says so
     part: int = -1  # which of the tensors that an all-gather extension sends; -1 is the parameter itself
+    use: int = 1  # which of its uses in one graph, each with a gather and a reduction of its own (uses.py)
     # For an offloaded shard, which is on the CPU and gets its gradient there: the device that it is copied to, gathered
     # and computed on, empty for other shards; and whether the gradient is to be in pinned memory.
     device: str = ""
