@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,14 +47,23 @@ def records_now() -> bool:
     return torch.is_grad_enabled() and not in_functorch()
 
 
-def in_checkpoint() -> bool:
-    """Whether code runs in a region that ``torch.utils.checkpoint`` will run once more in backward.
+# The number of each checkpointed region that runs, by the hook that is made for it.
+_regions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_numbers = itertools.count(1)
+
+
+def checkpointed_region() -> int:
+    """Return a number for the region that ``torch.utils.checkpoint`` will run once more in backward; 0 outside of one.
 
     ``_top_saved_tensors_default_hooks``: 2.11 to 2.15. A reentrant region runs under ``no_grad``, and backward calls
     its modules anew.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        return 0
+    if hooks[0] not in _regions:
+        _regions[hooks[0]] = next(_numbers)
+    return _regions[hooks[0]]
 
 
 def apply_recorded(function: type[torch.autograd.Function], *args: Any) -> Any:

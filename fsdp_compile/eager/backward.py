@@ -29,7 +29,7 @@ from .trace import span
 
 
 def enter_backward(call: Call) -> None:
-    """Gather when backward reaches the outputs of a forward call, and launch the gather of the next unit."""
+    """Gather when backward reaches the outputs of a forward call, and launch the gathers of what comes next."""
     run, settings, iteration = call.run, call.unit.settings, call.run.iteration
     task = autograd.backward_task()
     if task is not None and call.left_in == task:
@@ -52,9 +52,9 @@ def enter_backward(call: Call) -> None:
             ahead = target.current()
             ahead.launch(ahead.gathered_again({*range(len(ahead.shards))} - ahead.tables))
     else:
-        coming = iteration.comes_after(call)
-        if coming is not None and coming.unit.settings.unshard_in_backward:
-            coming.gathered.launch(coming.again())
+        for coming in iteration.come_after(call):
+            if coming.unit.settings.unshard_in_backward:
+                coming.gathered.launch(coming.again())
 
 
 def leave_backward(call: Call) -> None:

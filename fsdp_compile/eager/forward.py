@@ -65,6 +65,7 @@ def begin_forward(
         recover(unit.root)
     iteration.forward_number += unit.outer is None and iteration.depth == 0
     call = _call_of(run)
+    call.region = autograd.checkpointed_region()
     is_first, call.records = not call.records, call.records or torch.is_grad_enabled()
     iteration.depth += 1
     run.calls.append(call)

@@ -64,7 +64,7 @@ def read(call: Call, fqn: str) -> Any:
     shard = call.gathered.shards[index]
     recorded, has_grad = _is_recorded(call, shard), torch.is_grad_enabled()
     call.read_frozen |= call.records and not (recorded and has_grad)
-    call.looks_up_again |= index in call.gathered.tables and autograd.in_checkpoint()
+    call.looks_up_again |= index in call.gathered.tables and autograd.checkpointed_region() > 0
     full = call.gathered.full(index)
     if not call.has_read(index, recorded, full):
         given = call.given[index]() if index in call.given else None
@@ -86,7 +86,7 @@ def read_all(call: Call) -> list[Tensor]:
     """
     call.was_read = True
     gather(call, call.gathered.buckets)
-    call.looks_up_again |= autograd.in_checkpoint()
+    call.looks_up_again |= autograd.checkpointed_region() > 0
     fulls, shards = call.gathered.wait(), call.gathered.shards
     recorded = [_is_recorded(call, shard) for shard in shards]
     call.read_frozen |= not all(recorded) and torch.is_grad_enabled()

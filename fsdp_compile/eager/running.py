@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,7 @@ class Call:
         self.was_read = False
         self.has_outputs = False  # that a gradient may come to
         self.is_transformed = False  # a forward ran in a transform of torch.func
+        self.region = 0  # number of the checkpointed region around the last forward
         self.looks_up_again = False  # in a checkpointed region, which backward runs once more
         self.read_frozen = False  # autograd may have saved one, and no gradient is sure to come for it
         # What reads return, by index and whether autograd recorded them. Autograd's nodes refer to the call, so they
@@ -277,18 +278,20 @@ class Iteration:
         call.place = len(self._calls)
         self._calls.append(weakref.ref(call))
 
-    def comes_after(self, call: Call) -> Call | None:
-        """Return the call of another unit whose backward comes next after that of ``call``, of the same root forward.
+    def come_after(self, call: Call) -> Iterator[Call]:
+        """Yield the call of another unit whose backward comes next after that of ``call``, of the same root forward.
 
-        Calls that another forward left behind may exist on one rank and be gone on the next.
+        In a checkpointed region, which runs once more before its backward, all calls of the region come next, and
+        then one before it. Calls that another forward left behind may exist on one rank and be gone on the next.
         """
         for place in range(call.place - 1, -1, -1):
             earlier = self._calls[place]()
             if earlier is not None and earlier.forward_number != call.forward_number:
                 break
             if earlier is not None and earlier.run is not call.run:
-                return earlier
-        return None
+                yield earlier
+                if not call.region or earlier.region != call.region:
+                    break
 
     def forget_raised(self) -> None:
         """Forget nested backwards that raised: autograd has dropped the callbacks for their ends."""

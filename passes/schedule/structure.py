@@ -44,8 +44,9 @@ _NOTHING = -1  # no operation's number
 _CUTS = (aten.detach.default, aten.alias.default)
 
 Weights = frozenset[fx.Node]  # gathers
-# The place of the first node of backward that may need a unit, and what tells units of one place apart.
-Turn = tuple[int, int, int]
+# The place of the first node of backward that may need a unit, and what tells units of one place apart: where it may
+# need them last, where forward used them last, and how many units they are inside of.
+Turn = tuple[int, int, int, int]
 _NONE: Weights = frozenset()
 
 
@@ -78,13 +79,13 @@ def structure_of(graph: fx.Graph) -> Structure:
     in_forward = {node for node in unshard_nodes(graph) if node in forward and whole_of(node) is None}
     unshards, reduces = find_unshards(graph), find_reduces(graph)
     flowing = _flowing(graph, unshards, reduces, backward)
-    wanted = _wanted_for(graph, of_weights, flowing, backward)
+    used, wanted = _wanted_for(graph, of_weights, flowing, backward)
     whole = [one for one in unshards if one.node in gathers and not is_sliced(one.node)]
-    turns, since = _turns(place, whole, reduces, wanted, backward)
+    turns, since = _turns(place, whole, reduces, used, wanted, backward)
     saved = _saved(graph, of_weights, forward - backward, turns)
     saved, needed = _read_ahead(graph, place, of_weights, backward, forward - backward, saved, since)
     again = {
-        node: min(turns.get(node, (len(place), 0, 0)), (needed[node], 0, 0))
+        node: min(turns.get(node, (len(place), 0, 0, 0)), (needed[node], 0, 0, 0))
         for node in graph.nodes
         if node in gathers and (node in turns or needed[node] < len(place))
     }
@@ -155,22 +156,25 @@ def _turns(
     place: Mapping[fx.Node, int],
     gathers: Sequence[Marker],
     reduces: Sequence[Marker],
+    used: Mapping[fx.Node, int],
     wanted: Mapping[fx.Node, int],
     backward: Collection[fx.Node],
 ) -> tuple[dict[fx.Node, Turn], dict[fx.Node, int]]:
     """Return the turn of each weight that backward gathers again, and the last turn of another unit before its unit's.
 
-    The turn is where backward arrives at the weight's unit.
+    The turn is where backward arrives at the weight's unit. It arrives at all units of a checkpointed region at once,
+    which it gathers from the last one to the first.
     """
     # But a checkpointed region looks rows up once more.
     tables = {one.node for one in gathers if one.spec.is_table and not any(map(_is_recomputed, one.node.users))}
     units = by_unit(one for one in gathers if one.node not in tables)
     around = units_around(units)
-    last = dict.fromkeys(units, _NOTHING)
+    last, end = dict.fromkeys(units, _NOTHING), dict.fromkeys(units, _NOTHING)
     for unit, members in units.items():
-        own = max(wanted.get(one.node, _NOTHING) for one in members)
-        for one in (unit, *around[unit]):
-            last[one] = max(last[one], own)
+        for latest, numbers in ((last, wanted), (end, used)):
+            own = max(numbers.get(one.node, _NOTHING) for one in members)
+            for one in (unit, *around[unit]):
+                latest[one] = max(latest[one], own)
     reached: list[tuple[int, int]] = []  # ever lower numbers, negated, and the places where backward comes to them
     for node, at in place.items():
         number = node.meta.get("seq_nr")
@@ -181,7 +185,7 @@ def _turns(
         if last[unit] > _NOTHING:
             first = bisect_left(reached, (-last[unit], 0))
             at = reached[first][1] if first < len(reached) else len(place) - 1
-            turns.update((one.node, (at, -last[unit], len(around[unit]))) for one in members)
+            turns.update((one.node, (at, -last[unit], -end[unit], len(around[unit]))) for one in members)
     events = [(turns[one.node][0], one.unit) for one in gathers if one.node in turns]
     of_others = _last_of_others([*events, *((place[one.node], one.unit) for one in reduces)])
     return turns, {one.node: of_others[one.unit] for one in gathers if one.node in turns}
@@ -207,26 +211,32 @@ def _wanted_for(
     of_weights: Mapping[fx.Node, Weights],
     flowing: set[fx.Node],
     backward: Collection[fx.Node],
-) -> dict[fx.Node, int]:
-    """Return for each weight, and each node that checkpointing computes again, the last operation that may need it.
+) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """Return for each weight the last operation that uses it, and the last one that backward may need it for.
 
     Autograd's number stands for the operation. Backward may need a weight for an operation that reads it, if a gradient
-    comes to that. In a checkpointed region, backward first runs the region once more, and so may need the weight for
-    the region's later operations. Weights that no operation needs are left out.
+    comes to that; and for the operations behind that, if it computes its result again. Before it comes to a
+    checkpointed region it runs all of it once more. Weights that no operation needs are left out.
     """
     numbers: dict[fx.Node, int] = {}
+    ends: dict[int, int] = {}  # of each region, its last operation that a gradient comes to
     number = 0
     for node in graph.nodes:
         if node not in backward:
             number = max(number, node.meta.get("seq_nr", number))
             numbers[node] = _NOTHING if flowing.isdisjoint(node.all_input_nodes) else number
+            ends[_region_of(node)] = max(ends.get(_region_of(node), _NOTHING), numbers[node])
+    ends[0] = _NOTHING
+    used: dict[fx.Node, int] = {}
     wanted: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
-        if node in of_weights:
-            wanted[node] = max((wanted.get(user, numbers.get(user, _NOTHING)) for user in node.users), default=_NOTHING)
+        if node in of_weights and node.users:
+            used[node] = max((used.get(user, numbers.get(user, _NOTHING)) for user in node.users), default=_NOTHING)
+            behind = [wanted.get(user, numbers.get(user, _NOTHING)) for user in node.users]
+            wanted[node] = max([*behind, *(ends.get(_region_of(user), _NOTHING) for user in node.users)])
         elif _is_recomputed(node):
             wanted[node] = max([numbers.get(node, _NOTHING), *(wanted.get(user, _NOTHING) for user in node.users)])
-    return {node: number for node, number in wanted.items() if number > _NOTHING}
+    return used, {node: number for node, number in wanted.items() if number > _NOTHING}
 
 
 def _flowing(
@@ -330,9 +340,15 @@ def _is_recomputed(node: fx.Node) -> bool:
     return not any(user.meta.get("ac_graph_id", 0) > node.meta.get("ac_graph_id", 0) for user in users)
 
 
+def _region_of(node: fx.Node) -> int:
+    """Return the number of the checkpointed region that a node is in; 0 outside of all."""
+    region: int = node.meta.get("ac_graph_id", 0)
+    return region if region < AC_GRAPH_ID else 0
+
+
 def _is_handed_on(node: fx.Node, forward: set[fx.Node]) -> bool:
     """Whether a node is computed in a checkpointed region, and read behind the region in forward."""
-    if not _is_recomputed(node) or not 0 < node.meta.get("ac_graph_id", 0) < AC_GRAPH_ID:
+    if not _is_recomputed(node) or not _region_of(node):
         return False
     return any(user in forward and "recompute" not in user.meta for user in node.users)
 

@@ -153,13 +153,11 @@ def cases(
 
 def for_any_mix(case: Case) -> Case:
     """Return the case without what docs/ranks-that-differ.md lists: ranks in different modes would part."""
-    plain = dict.fromkeys(("again_at_end", "skipped_in_odd_steps", "unused", "same_as_first"), False)
+    plain = dict.fromkeys(("skipped_in_odd_steps", "unused"), False)
 
     def without(block: Block, is_compiled: bool) -> Block:
         inside = tuple(without(one, False) for one in block.inside)
         unit = is_compiled if "blocks" in case.modes else block.unit
-        if inside:  # called twice, in turns; or recomputed together
-            block = dataclasses.replace(block, calls=1, checkpoint=False)
         return dataclasses.replace(block, inside=inside, unit=unit, tied_to_first=False, breaks=False, **plain)
 
     blocks = tuple(without(one, is_compiled=True) for one in case.blocks)
