@@ -17,6 +17,7 @@ from fsdp_compile.passes import Plan
 from fsdp_compile.passes.schedule.schedule import launches
 from fsdp_compile.passes.schedule.uses import Use, units_around
 from fsdp_compile.passes.wire.ledger import Called, Issued, ledger
+from fsdp_compile.passes.wire.spec import with_use, without_use
 
 _NO_USE = ("__get__", "__set__", "size", "dim", "numel")  # metadata
 
@@ -54,15 +55,16 @@ def scheduled(model: nn.Module, plain: nn.Module, run: Callable[[nn.Module], obj
 def schedule(uses: Sequence[Use], trained: Collection[str]) -> Plan:
     """Return the plan of a step whose forward uses these parameters at these places; ``trained`` take a gradient.
 
-    Backward uses them in the reverse order. It comes to a unit where forward last used it, or a unit inside it, and to
+    A unit that is used again after another one has uses of its own, numbered. Backward has the reverse order. It comes to a unit where forward last used it, or a unit inside it, and to
     none that forward only used before the first parameter that takes a gradient. It does not read tables.
     """
+    uses = _told_apart(sorted(uses, key=lambda one: one.turn))
     around = units_around({one.unit for one in uses})
-    begins = min((one.place[0] for one in uses if one.fqn in trained), default=0)
+    begins = min((one.place[0] for one in uses if without_use(one.fqn) in trained), default=0)
     end = max((one.place[0] for one in uses), default=0)
     first: dict[str, Use] = {}
     last: dict[str, int] = {}
-    for one in sorted(uses, key=lambda one: one.turn):
+    for one in uses:
         first.setdefault(one.fqn, one)
         last.update(dict.fromkeys((one.unit, *around[one.unit]), one.place[0]))
     again = [
@@ -71,7 +73,9 @@ def schedule(uses: Sequence[Use], trained: Collection[str]) -> Plan:
         if one.spec.regather and not one.spec.is_table and last[one.unit] >= begins
     ]
     reduces = [
-        dataclasses.replace(one, place=(2 * (end - one.place[0]) + 1,)) for one in first.values() if one.fqn in trained
+        dataclasses.replace(one, place=(2 * (end - one.place[0]) + 1,))
+        for one in first.values()
+        if without_use(one.fqn) in trained
     ]
     kept: dict[str, int] = {}
     for one in reduces:
@@ -85,6 +89,26 @@ def schedule(uses: Sequence[Use], trained: Collection[str]) -> Plan:
         forward=launches("forward", [*first.values()], []),
         backward=launches("backward", again, reduces, backwards=True, kept=kept),
     )
+
+
+def _told_apart(uses: Sequence[Use]) -> list[Use]:
+    """Return the uses with the numbers of later ones of a unit in its name, and in those of its parameters."""
+    around = units_around({one.unit for one in uses})
+    outermost = {one for outer in around.values() for one in outer if not around[one]}
+    number = dict.fromkeys(around, 1)
+    ended, seen = set[str](), set[str]()
+    found = []
+    for one in uses:
+        if one.unit in ended:
+            number[one.unit] += 1
+            ended.discard(one.unit)
+        if one.unit not in outermost or one.fqn not in seen:  # the outermost unit's parameters come one by one
+            apart = {other for other in around if other not in (one.unit, *around[one.unit])}
+            ended |= {other for other in apart - outermost if other in seen and one.unit not in around[other]}
+        seen |= {one.unit, one.fqn}
+        use = number[one.unit]
+        found.append(dataclasses.replace(one, unit=with_use(one.unit, use), fqn=with_use(one.fqn, use)))
+    return found
 
 
 @contextmanager
@@ -107,7 +131,7 @@ def _sent(entry: Issued | Called) -> Iterator[tuple[str, ...]]:
         sent = [(entry.kind, *(names[spec.fqn] for spec in entry.specs))]
     for kind, *fqns in sent:
         if kind != "all_reduce":  # over replicas: a part of the reduction before it
-            yield "gather" if kind == "all_gather" else "reduce", *fqns
+            yield "gather" if kind == "all_gather" else "reduce", *map(without_use, fqns)
 
 
 def launched(plan: Plan) -> list[tuple[str, ...]]:
@@ -117,7 +141,8 @@ def launched(plan: Plan) -> list[tuple[str, ...]]:
         assert half is not None
         found += [("backward",)] if half is plan.backward else []
         for kind, index in half.order:
-            found.append((kind, *(half.gathers if kind == "gather" else half.reduces)[index].fqns))
+            fqns = (half.gathers if kind == "gather" else half.reduces)[index].fqns
+            found.append((kind, *map(without_use, fqns)))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,14 +75,15 @@ def node_of(local: str) -> Any:
     return None if variable is None else variable.as_proxy().node
 
 
-def calls_of(modules: Collection[nn.Module]) -> tuple[str, ...]:
-    """Return what tells the running calls of some modules from others that are traced in the same graph.
+def calls_of(modules: Sequence[nn.Module]) -> list[tuple[str, str]]:
+    """Return what tells the running call of a module, or of several that run in turns, from others in the same graph.
 
-    ``nn_module_stack`` has keys of a module's id, and of how many of its calls came before: 2.11 to 2.15.
+    ``nn_module_stack`` has keys of a module's id, and of how many of its calls by one name came before: 2.11 to 2.15.
     """
     frame = next(_frames(), None)
     ids = {str(id(module)) for module in modules}
-    return () if frame is None else tuple(key for key in frame.nn_module_stack if key.partition("@")[0] in ids)
+    calls = [] if frame is None else [(*key.partition("@"), name) for key, (name, *_) in frame.nn_module_stack.items()]
+    return [(number, name if len(modules) == 1 else "") for module, _, number, name in calls if module in ids]
 
 
 def in_inference_mode() -> bool:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,10 +16,9 @@ from typing import Any
 from ..core.param import ShardedParam
 from ..core.unit import Unit, names_in, paths_in, unit_of
 from ..passes.wire.ledger import Called, Issued, Launch
-from ..passes.wire.spec import ParamSpec, with_part
+from ..passes.wire.spec import ParamSpec, with_part, without_use
 from .chain import Link, Piece
 
-_COPY = re.compile(r"@\d+$")  # the suffix of a parameter's name when a graph has it once more
 _MOST = 4096  # pieces that are remembered; each belongs to a bucket, or to a graph
 
 
@@ -148,10 +146,10 @@ def _wire(kind: str, dtype: str, num_bytes: int, num_params: int) -> str:
 
 def _names_of(launch: Launch, first: str, shown: str | None) -> tuple[str, ...]:
     """Return a launch's names, given the name of a parameter of its unit in the graph and, if known, in the model."""
-    names = tuple(_COPY.sub("", name) for name in launch.names)
+    names = tuple(without_use(name) for name in launch.names)
     if shown is None:
         return names
-    return tuple(_moved(name, _COPY.sub("", first).partition(":")[0], shown) for name in names)
+    return tuple(_moved(name, without_use(first).partition(":")[0], shown) for name in names)
 
 
 def _moved(name: str, first: str, shown: str) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -32,7 +32,6 @@ _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
 _USE = "fsdp_use"
 _MODEL = "fsdp_model"  # in a graph that reads several
-_CALL = re.compile(r"@(\d+)$")
 _MEMBER = re.compile(r"^(\[\d+\])\.")  # the prefix of an FQN in a unit of several modules
 
 
@@ -292,17 +291,16 @@ def _strip(path: list[str], owner: list[str]) -> tuple[int, str]:
     return 0, ".".join(path)
 
 
-def calls_around(node: fx.Node) -> dict[str, int]:
-    """Return the paths of the modules that read a parameter here, from the outermost on, and which call of each runs.
+def calls_around(node: fx.Node) -> Iterator[tuple[str, str, int]]:
+    """Yield the modules that read a parameter here, from the outermost on: id, path, and which call of it runs.
 
-    Dynamo counts the calls of a module in a graph: the second one has ``@1`` in its key.
+    Dynamo counts the calls of a module in a graph: the second one has ``@1`` behind the id. A module that stands in two
+    places of its model has two paths.
     """
-    calls = {}
     for key, (source, *_) in (node.meta.get("nn_module_stack") or {}).items():
         model, path = path_of(source)
-        number = _CALL.search(str(key))
-        calls[".".join([*([model] if _MODEL in node.meta else []), *path])] = int(number[1]) if number else 0
-    return calls
+        module, _, number = str(key).partition("@")
+        yield module, ".".join([*([model] if _MODEL in node.meta else []), *path]), int(number or 0)
 
 
 def reader_path(node: fx.Node) -> tuple[str, list[str]] | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -21,7 +22,14 @@ from ..wire.spec import with_part
 from .buckets import gather_buckets
 from .uses import first_read, units_around
 
-_Call = tuple[str, int]  # a module's path, and how many of its calls came before
+
+class _Call(NamedTuple):
+    """A call of one of a unit's modules."""
+
+    unit: _Unit
+    member: str  # the module's path in the unit's name
+    path: str  # by which it is called: another one, if the module stands in two places of the model
+    number: int  # of its calls that came before
 
 
 @dataclass(eq=False)
@@ -49,16 +57,20 @@ def name_markers(graph: fx.Graph) -> None:
 def _number_uses(graph: fx.Graph) -> None:
     """Write on each gather which use of its unit it is of, if the graph calls a module more than once."""
     gathers = find_unshards(graph)
-    calls = {one.node: calls_around(one.node) for one in gathers}
-    if not any(number for around in calls.values() for number in around.values()):
-        return
+    calls = {one.node: [*calls_around(one.node)] for one in gathers}
+    if len({(module, *call) for around in calls.values() for module, *call in around}) == len(
+        {module for around in calls.values() for module, *_ in around}
+    ):
+        return  # no module is called twice
     place = {node: index for index, node in enumerate(graph.nodes)}
     units = _units_of(gathers)
-    by_path = {path: unit for unit in units.values() for path in unit.members}
+    by_path = {path: (unit, path) for unit in units.values() for path in unit.members}
+    known = {module: by_path[path] for around in calls.values() for module, path, _ in around if path in by_path}
     times: Counter[str] = Counter()
     for one in sorted(gathers, key=lambda one: min(first_read(one.node, place), len(place) - 1)):
-        around = {"": 0, **calls[one.node]}  # the frame's own module is in no stack
-        running = [(by_path[path], (path, number)) for path, number in around.items() if path in by_path]
+        running = [_Call(*known[module], path, number) for module, path, number in calls[one.node] if module in known]
+        if "" in by_path and by_path[""] not in known.values():  # the frame's own module is in no stack
+            running.insert(0, _Call(*by_path[""], "", 0))
         _begin(running, units.values(), times)
         unit = units[one.unit]
         bucket = unit.bucket_of.get(with_part(one.spec.fqn, one.spec.part))
@@ -85,10 +97,11 @@ def _units_of(gathers: Sequence[Marker]) -> dict[str, _Unit]:
     return units
 
 
-def _begin(running: Sequence[tuple[_Unit, _Call]], units: Iterable[_Unit], times: Counter[str]) -> None:
+def _begin(running: Sequence[_Call], units: Iterable[_Unit], times: Counter[str]) -> None:
     """Begin the calls around a read that have not begun yet; each goes on with its unit's use, or begins the next."""
     around: _Unit | None = None
-    for depth, (unit, call) in enumerate(running):
+    for depth, call in enumerate(running):
+        unit = call.unit
         if call not in unit.begun:
             if around is None and unit.use:  # nothing goes on from one forward of the outermost unit to the next
                 for one in units:
@@ -101,16 +114,15 @@ def _begin(running: Sequence[tuple[_Unit, _Call]], units: Iterable[_Unit], times
                 unit.use, unit.not_run_yet, unit.read = unit.use + 1, {*unit.members}, set()
             unit.call, unit.has_ended = call, False
             unit.begun.add(call)
-            unit.not_run_yet.discard(call[0])
+            unit.not_run_yet.discard(call.member)
             _end_others(units, running[: depth + 1])
         around = unit
 
 
-def _end_others(units: Iterable[_Unit], running: Sequence[tuple[_Unit, _Call]]) -> None:
+def _end_others(units: Iterable[_Unit], running: Sequence[_Call]) -> None:
     """End the uses of units that do not run, unless some of a unit's modules have yet to run in its use."""
-    calls = {call for _, call in running}
     for unit in units:
-        unit.has_ended |= bool(unit.use) and unit.call not in calls and not unit.not_run_yet
+        unit.has_ended |= bool(unit.use) and unit.call not in running and not unit.not_run_yet
 
 
 def _inside(path: str, around: _Unit | None) -> str:
