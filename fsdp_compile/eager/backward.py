@@ -65,7 +65,8 @@ def leave_backward(call: Call) -> None:
     call.left_in = autograd.backward_task()
     run.in_backward.discard(call)
     call.forget_reads()
-    if not run.in_backward and not call.unit.keeps and not run.iteration.creates_graph:
+    stays = call.unit.keeps or not (call.unit.regather or call.is_last_in_backward)
+    if not run.in_backward and not stays and not run.iteration.creates_graph:
         call.gathered.free()
 
 

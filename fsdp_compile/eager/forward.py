@@ -91,7 +91,8 @@ def _call_of(run: Running) -> Call:
     call = run.shared_call
     if call is not None and not _goes_on(call, gathered):
         call = None
-    run.iteration.end_calls(but=call)
+    if run.unit.params:  # else it is no part of the schedule
+        run.iteration.end_calls(but=call)
     if call is None:
         call = run.shared_call = Call(run, gathered)
         run.not_run_yet = set(run.unit.modules)

@@ -37,6 +37,7 @@ class Running:
     # these have yet to run in it.
     shared_call: Call | None = None
     not_run_yet: set[nn.Module] = field(default_factory=set)
+    last_call: weakref.ref[Call] | None = None
     # The forward call whose backward is running: forwards that checkpointing recomputes use it. After a backward that
     # raised, its ``task`` is an old one, and the call is stale.
     backward_call: Call | None = None
@@ -97,6 +98,8 @@ class Call:
     def __init__(self, run: Running, gathered: Gathered) -> None:
         self.run = run
         self.gathered = gathered
+        # The unit's call before this one, whose backward comes later.
+        self.before, run.last_call = run.last_call, weakref.ref(self)
         self.reached: set[int] = set()  # the parameters in the buckets that it gathered
         self.place = 0  # among the calls that await backward
         self.forward_number = run.iteration.forward_number
@@ -126,6 +129,12 @@ class Call:
     @property
     def unit(self) -> Unit:
         return self.run.unit
+
+    @property
+    def is_last_in_backward(self) -> bool:
+        """Whether no call of the unit before this one awaits its backward."""
+        before = None if self.before is None else self.before()
+        return before is None or before.left_in is not None
 
     def again(self) -> list[Bucket]:
         """Return the buckets that backward gathers: of what the forward gathered, but for tables.

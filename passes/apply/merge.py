@@ -65,13 +65,13 @@ def _merge_reductions(graph: fx.Graph) -> int:
     for total in [node for node in graph.nodes if _is_sum(node) and not _is_term(node)]:
         terms, sums = _terms_of(total)
         alike: dict[object, list[fx.Node]] = {}
-        for term in terms:
-            alike.setdefault(_what_it_reduces(term), []).append(term)
+        for place, term in enumerate(terms):
+            alike.setdefault(_what_it_reduces(term) or place, []).append(term)
         if len(alike) == len(terms):
             continue
+        left = [some[0] if len(some) == 1 else _reduced_once(graph, some) for some in alike.values()]
+        result = left[0]
         with graph.inserting_before(total):
-            left = [some[0] if len(some) == 1 else _reduced_once(graph, some) for some in alike.values()]
-            result = left[0]
             for one in left[1:]:
                 result = _add(graph, result, one)
         total.replace_all_uses_with(result)
@@ -106,19 +106,21 @@ def _terms_of(total: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return terms, sums
 
 
-def _what_it_reduces(term: fx.Node) -> object:
-    """Return what reductions have in common that may be one: the parameter, its use, and the phase."""
-    if term.target is markers.reduce_grad and len(term.users) == 1:
-        return repr(sorted(term.kwargs.items())), phase_of(term)
-    return term
+def _what_it_reduces(term: fx.Node) -> tuple[object, ...] | None:
+    """Return what reductions that may be one have in common: parameter, use and phase. None for any other term."""
+    if term.target is not markers.reduce_grad or len(term.users) != 1:
+        return None
+    return repr(sorted(term.kwargs.items())), phase_of(term)
 
 
 def _reduced_once(graph: fx.Graph, reductions: list[fx.Node]) -> fx.Node:
-    first = reductions[0]
+    """Sum the gradients and reduce the sum, where the last one of them is there."""
+    first, last = reductions[0], max(reductions)
     summed: fx.Node = first.args[0]  # type: ignore[assignment]
-    for one in reductions[1:]:
-        summed = _sum(graph, summed, one.args[0])  # type: ignore[arg-type]
-    reduced = graph.call_function(first.target, (summed,), dict(first.kwargs))  # type: ignore[arg-type]
+    with graph.inserting_before(last):
+        for one in reductions[1:]:
+            summed = _sum(graph, summed, one.args[0])  # type: ignore[arg-type]
+        reduced = graph.call_function(first.target, (summed,), dict(first.kwargs))  # type: ignore[arg-type]
     reduced.meta = dict(first.meta)
     return reduced
 

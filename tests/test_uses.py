@@ -1,0 +1,124 @@
+"""Eager and compiled steps launch the same, however often and in whatever order forward calls its units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fully_shard
+from tests.uses import heard
+
+pytestmark = pytest.mark.usefixtures("fake_group_of_four", "limits_for_small_models")
+
+_Run = Callable[..., Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) + x
+
+
+class Model(nn.Module):
+    """Calls three blocks as it is told to, between two layers of its own."""
+
+    def __init__(self, order: _Run) -> None:
+        super().__init__()
+        self.order = order
+        self.first, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.order(self.first(x), *self.blocks))  # type: ignore[no-any-return]
+
+
+def _recomputed(run: _Run, *args: Any) -> Any:
+    return checkpoint(run, *args, use_reentrant=False)
+
+
+ORDERS: dict[str, _Run] = {
+    "in turns": lambda x, a, b, c: b(a(b(a(x)))),
+    "in a row and in turns": lambda x, a, b, c: a(a(b(a(a(x))))),
+    "each recomputed, in turns": lambda x, a, b, c: _recomputed(b, _recomputed(a, _recomputed(b, _recomputed(a, x)))),
+    "each recomputed, in a row": lambda x, a, b, c: b(_recomputed(a, _recomputed(a, x))),
+    "all recomputed": lambda x, a, b, c: c(_recomputed(lambda x: c(b(a(x))), x)),
+    "pairs recomputed": lambda x, a, b, c: _recomputed(lambda x: c(b(x)), _recomputed(lambda x: b(a(x)), x)),
+    "branches recomputed": lambda x, a, b, c: sum(_recomputed(lambda x: (a(x), b(x), c(x)), x)),  # type: ignore[dict-item]
+    "a region in a region": lambda x, a, b, c: c(_recomputed(lambda x: _recomputed(b, a(x)), x)),
+}
+
+
+def _sharded(order: _Run, reshard: bool | int, inside: bool = False, frozen: bool = False) -> nn.Module:
+    model = Model(order)
+    model.blocks[0].requires_grad_(not frozen)
+    for block in model.blocks:
+        if inside:
+            fully_shard(block.inner)
+        fully_shard(block, reshard_after_forward=reshard)
+    return fully_shard(model)
+
+
+def _launches(run: Callable[[], Tensor]) -> list[tuple[str, ...]]:
+    for _ in range(2):  # in the first step, the eager path does not know what comes next
+        with heard() as found:
+            loss = run()
+            found.append(("backward",))
+            loss.backward()
+    return found
+
+
+def _assert_same(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[tuple[str, ...]]:
+    """Assert that a step of which ``loss`` is a compiled function launches what an eager one does, and return that."""
+    torch._dynamo.reset()
+    eager = _launches(lambda: loss(model))
+    compiled = torch.compile(loss, backend="passes", fullgraph=True)
+    assert _launches(lambda: compiled(model)) == eager
+    return eager
+
+
+@pytest.mark.parametrize("order", [pytest.param(order, id=name) for name, order in ORDERS.items()])
+def test_eager_and_compiled_steps_launch_the_same(order: _Run) -> None:
+    _assert_same(_sharded(order, reshard=True), lambda model: model(torch.ones(2, 64)).sum())
+
+
+@pytest.mark.parametrize("options", [{"reshard": False}, {"reshard": 2}, {"reshard": True, "frozen": True}], ids=str)
+@pytest.mark.parametrize("name", ["in turns", "all recomputed"])
+def test_so_they_do_with_other_settings(name: str, options: dict[str, Any]) -> None:
+    _assert_same(_sharded(ORDERS[name], **options), lambda model: model(torch.ones(2, 64)).sum())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_so_they_do_if_one_graph_has_two_forwards(reshard: bool) -> None:
+    x = torch.ones(2, 64)
+    _assert_same(_sharded(ORDERS["in turns"], reshard), lambda model: model(x).sum() + model(x + 1).pow(2).sum())
+
+
+def test_a_use_ends_where_another_unit_begins() -> None:
+    launches = _assert_same(_sharded(ORDERS["in a row and in turns"], reshard=True), lambda m: m(torch.ones(2, 64)).sum())
+    a, b = ("gather", "blocks.0.inner.weight"), ("gather", "blocks.1.inner.weight")
+    forward, backward = launches[: launches.index(("backward",))], launches[launches.index(("backward",)) :]
+    assert [one for one in forward if one in (a, b)] == [a, b, a]
+    assert [one for one in backward if one in (a, b)] == [a, b, a]
+    assert backward.count(("reduce", "blocks.0.inner.weight")) == 2
+
+
+def test_a_kept_unit_is_gathered_once_and_reduced_for_each_use() -> None:
+    launches = _assert_same(_sharded(ORDERS["in turns"], reshard=False), lambda model: model(torch.ones(2, 64)).sum())
+    assert launches.count(("gather", "blocks.0.inner.weight")) == 1
+    assert launches.count(("reduce", "blocks.0.inner.weight")) == 2
+
+
+def test_a_unit_inside_one_that_goes_on_has_a_use_for_each_call() -> None:
+    """An outer unit with nothing but an inner one has no parameters left, and each call of it is one of the inner."""
+    launches = _assert_same(
+        _sharded(lambda x, a, b, c: a(a(x)), reshard=True, inside=True), lambda model: model(torch.ones(2, 64)).sum()
+    )
+    assert launches.count(("reduce", "blocks.0.inner.weight")) == 1
