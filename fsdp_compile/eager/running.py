@@ -288,7 +288,7 @@ class Iteration:
         self._calls.append(weakref.ref(call))
 
     def come_after(self, call: Call) -> Iterator[Call]:
-        """Yield the call of another unit whose backward comes next after that of ``call``, of the same root forward.
+        """Yield the call whose backward comes next after that of ``call``, of the same root forward.
 
         In a checkpointed region, which runs once more before its backward, all calls of the region come next, and
         then one before it. Calls that another forward left behind may exist on one rank and be gone on the next.
@@ -297,7 +297,7 @@ class Iteration:
             earlier = self._calls[place]()
             if earlier is not None and earlier.forward_number != call.forward_number:
                 break
-            if earlier is not None and earlier.run is not call.run:
+            if earlier is not None:
                 yield earlier
                 if not call.region or earlier.region != call.region:
                     break
