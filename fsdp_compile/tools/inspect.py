@@ -33,7 +33,7 @@ from ..passes.schedule.buckets import gather_buckets, reduce_buckets
 from .pictured import pictured
 from .predicted import steps_of
 from .report import GraphReport
-from .tables import format_bytes, format_unit, plural, table
+from .tables import WIDTH, format_bytes, format_unit, plural, table
 
 
 @contextlib.contextmanager
@@ -221,7 +221,7 @@ class Report:
             title += f"; {plural(gathers, 'gather')} and {plural(reductions, 'reduction')} a step around "
             title += plural(len(self.around), "compiled unit")
         tables = [*map(str, graphs), *([_table_around(self.around.values())] if self.around else [])]
-        return "\n\n".join([title, *tables, "\n".join(textwrap.fill(note, 110) for note in self.notes)])
+        return "\n\n".join([title, *tables, "\n".join(textwrap.fill(note, WIDTH) for note in self.notes)])
 
     def html(self, path: str | Path) -> Path:
         """Write one page that shows every step: time line, memory, collectives, what each pass changed, the plan.
