@@ -6,19 +6,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import autograd, dynamo
-from ..core.accumulation import Held
+from .._torch_compat import dynamo
 from ..core.containers import tensors_in
-from ..core.unit import units_in
-from ..eager.running import recover
 from ..passes import Bucket, HardwareProfile, ParamSpec, Plan, Prediction
 from ..passes.ir.provenance import Marker, find_unshards, whole_of
 from ..passes.schedule.buckets import gather_key, reduce_key
@@ -30,6 +26,7 @@ from .inspect import Report, inspect
 from .pictured import step_owners
 from .predicted import Step, steps_of
 from .tables import format_bytes, format_dtype, format_unit, plural
+from .trial import trial
 
 _TOGETHER = {
     "gather": ("group", "num_shards", "dtype", "bucketing"),
@@ -57,8 +54,8 @@ def explain(
 
     Every rank must call it. Backward begins at ``loss(output)``, or without ``loss`` at the sum of all output tensors
     that require gradients; under ``no_grad`` there is no backward. Gradients, and those that earlier micro-batches held
-    back, are afterwards as before, and no post-accumulate-grad hook runs. Running statistics are updated, as in any
-    forward. Code that was compiled before is compiled afresh, and a model without compiled code runs under
+    back, running statistics and random number generators are afterwards as before, and no post-accumulate-grad hook
+    runs. Code that was compiled before is compiled afresh, and a model without compiled code runs under
     ``torch.compile``. ``profile`` names hardware other than the plan's.
     """
     whole = dynamo.behind_compile(model)
@@ -67,7 +64,7 @@ def explain(
     is_compiled = whole is not model or any(dynamo.is_compiled(module) for module in whole.modules())
     run = model if is_compiled else torch.compile(model)
     breaks = BreakReport()
-    with _leaving_gradients(whole), inspect(whole) as report, watching(whole, breaks):
+    with trial(whole), inspect(whole) as report, watching(whole, breaks):
         output = _called(run, args, kwargs)
         if torch.is_grad_enabled():
             total = _total(output) if loss is None else loss(output)
@@ -75,31 +72,6 @@ def explain(
                 total.backward()
     steps = [_explained(step, profile) for step in steps_of(report.records) if step.graphs]
     return Explanation(report.model, tuple(steps), tuple(_eagerly(report, breaks)), breaks, report)
-
-
-@contextmanager
-def _leaving_gradients(model: nn.Module) -> Iterator[None]:
-    """Run backward in this block without effect: gradients stay as they were, no post-accumulate-grad hook runs."""
-    params = list(model.parameters())
-    grads = [param.grad for param in params]
-    units = units_in(model)
-    held = [unit.accumulation.held for unit in units]
-    for param in params:
-        param.grad = None
-    for unit in units:
-        unit.accumulation.held = Held()
-    try:
-        with autograd.without_post_accumulate_grad_hooks(params):
-            yield
-    except BaseException:
-        for root in dict.fromkeys(unit.root for unit in units):
-            recover(root)  # here, since the next step would not know what the steps of this block held back
-        raise
-    finally:
-        for unit, its in zip(units, held, strict=True):
-            unit.accumulation.held = its
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
 
 
 def _called(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
