@@ -23,7 +23,6 @@ from ..passes.ir.module_paths import plain_name
 
 # Bit patterns that no initialization writes: as floats, they are NaNs that no computation produces.
 _MARKS = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FDEADDE), 8: (torch.int64, 0x7FFDEADDEADDEADD)}
-_MOST_NAMES = 5
 
 
 @contextmanager
@@ -34,7 +33,14 @@ def raised_on_all(function: str, group: dist.ProcessGroup | None = None) -> Iter
         yield
     except Exception as raised:
         error = raised
-    said = told(None if error is None else f"{type(error).__name__}: {error}", group)
+    raise_on_all(function, error, group=group)
+
+
+def raise_on_all(
+    function: str, error: Exception | None, where: str = "", group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise this rank's error, or a RuntimeError that names another rank and its error; return if no rank has one."""
+    said = told(None if error is None else f"{where}{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     for place, text in enumerate(said):
@@ -84,10 +90,10 @@ def _misfit(model: nn.Module, state_dict: Any) -> str | None:
     given = _with_tied(model, state_dict)
     missing = [name for name in expected if name not in given]
     if missing:
-        return f"lacks {_listed(missing)}. Add what they shall be, or leave state_dict out to initialize all."
+        return f"lacks {listed(missing)}. Add what they shall be, or leave state_dict out to initialize all."
     unexpected = [name for name in given if name not in expected]
     if unexpected:
-        return f"has {_listed(unexpected)}, which the model does not have. Take that out."
+        return f"has {listed(unexpected)}, which the model does not have. Take that out."
     for name, value in given.items():
         tensor = expected[name]
         if not isinstance(tensor, Tensor):
@@ -115,9 +121,10 @@ def _with_tied(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any
     return given
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Join names for a message; of many, only the first."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def require_alike(named: Sequence[tuple[str, Tensor]], src: int, group: Any) -> None:
@@ -174,6 +181,6 @@ def require_written(model: nn.Module, names: Sequence[str]) -> None:
     left = list(dict.fromkeys(name for some in told(mine) for name in some))
     if left:
         raise ValueError(
-            f"materialize: {_listed(left)} got no values: what initializes the modules did not write to them. Write "
+            f"materialize: {listed(left)} got no values: what initializes the modules did not write to them. Write "
             "them in init_fn, or in reset_parameters()."
         )

@@ -26,7 +26,7 @@ from ..core.parts import write_part
 from ..core.unit import Unit, original_class
 from .auto_shard import inside_out
 from .exchange import gathered
-from .fitting import mark_unwritten, told
+from .fitting import mark_unwritten, raise_on_all
 from .full_params import in_place_of_shards
 
 INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
@@ -139,7 +139,8 @@ def initialize_all(
                 of_module.setdefault(slot.module, set()).add(unit)
     order = {place: index for index, place in enumerate(missing)}
     had: set[nn.Module] = set()
-    failed: tuple[nn.Module, Exception] | None = None
+    failed: Exception | None = None
+    where = ""
 
     def units_used(step: Step) -> tuple[list[Unit], nn.Module | None]:
         module, places = step
@@ -162,9 +163,9 @@ def initialize_all(
                     try:
                         initialize(module)
                     except Exception as error:
-                        failed = module, error
+                        failed, where = error, f"in {original_class(module).__name__}: "
                 had.update(module.modules())
-    _raise_everywhere(failed)
+    raise_on_all("materialize", failed, where)
 
 
 @contextmanager
@@ -199,16 +200,3 @@ def _whole(
                 tensor.requires_grad_(put.requires_grad)
                 for slot in slots[tensor]:
                     slot.register(tensor)
-
-
-def _raise_everywhere(failed: tuple[nn.Module, Exception] | None) -> None:
-    said = None if failed is None else f"{original_class(failed[0]).__name__}: {type(failed[1]).__name__}: {failed[1]}"
-    of_ranks = told(said)
-    if failed is not None:
-        raise failed[1]
-    for rank, error in enumerate(of_ranks):
-        if error is not None:
-            raise RuntimeError(
-                f"materialize: rank {rank} raised where a module initializes itself ({error}), so no rank has all "
-                "values. Mend it there, and build the model anew."
-            )

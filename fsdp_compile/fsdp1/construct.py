@@ -139,7 +139,7 @@ class Constructed(Wrapper):
         self._is_in_full_precision: bool = False
         self._has_comm_hook: bool = False
         self._state_dict_settings = default_settings()
-        for one in constructed_in(self):
+        for one in wrappers_in(self):
             one._is_root = one is self
             one._settle_casts()
         self._settle_precision()
@@ -349,11 +349,6 @@ class Constructed(Wrapper):
     def check_is_root(self) -> bool:
         """Whether no other wrapper is around this one."""
         return self._is_root
-
-
-def constructed_in(module: nn.Module) -> list[Constructed]:
-    """Return the wrappers at and below ``module``, outermost first."""
-    return [one for one in wrappers_in(module) if isinstance(one, Constructed)]
 
 
 def is_container(module: nn.Module) -> bool:

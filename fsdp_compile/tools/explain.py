@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import dynamo
+from ..api.fitting import listed
 from ..core.containers import tensors_in
 from ..passes import Bucket, HardwareProfile, ParamSpec, Plan, Prediction
 from ..passes.ir.provenance import Marker, find_unshards, whole_of
@@ -149,7 +150,7 @@ def _eagerly(report: Report, breaks: BreakReport) -> list[str]:
     for module, names in breaks.eager_reads.items():
         said.append(f"{module} reads {', '.join(names)} outside of any graph: the eager path gathers it there")
     if report.around:
-        units = ", ".join(one.unit for one in list(report.around.values())[:4])
+        units = listed([one.unit for one in report.around.values()], most=4)
         count = plural(len(report.around), "unit")
         how = "compiled by themselves, or in parts"
         said.append(f"the collectives of {count} ({units}): {how}, the eager path gathers around them")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..api.fitting import listed
 from ..passes import Prediction
 from ..passes.cost.owners import Owners
 from ..passes.cost.predicted import PredictedCollective
@@ -133,8 +134,7 @@ def _grouped(title: str, said: list[tuple[str, str]], width: int | None) -> Iter
     if groups:
         yield title
     for words, names in groups.items():
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        yield from wrapped(f"{words} ({shown})", width, indent="  ")
+        yield from wrapped(f"{words} ({listed(names, most=4)})", width, indent="  ")
 
 
 def _memory(step: ExplainedStep, width: int | None) -> Iterator[str]:
