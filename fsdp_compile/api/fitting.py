@@ -40,7 +40,7 @@ def raise_on_all(
     function: str, error: Exception | None, where: str = "", group: dist.ProcessGroup | None = None
 ) -> None:
     """Raise this rank's error, or a RuntimeError that names another rank and its error; return if no rank has one."""
-    said = told(None if error is None else f"{where}{type(error).__name__}: {error}", group)
+    said = from_all_ranks(None if error is None else f"{where}{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     for place, text in enumerate(said):
@@ -49,7 +49,7 @@ def raise_on_all(
             raise RuntimeError(f"{function}: rank {rank} raised {text}")
 
 
-def told(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def from_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the ``mine`` of every rank, by rank; in a process without others, only its own."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
@@ -69,7 +69,7 @@ def loaded_from_first(model: nn.Module, state_dict: Any, everywhere: bool) -> di
     said: tuple[bool, str | None] = (state_dict is not None, None)
     if state_dict is not None and rank == 0:
         said = (True, _misfit(model, state_dict))
-    (is_given, misfit), *others = told(said)
+    (is_given, misfit), *others = from_all_ranks(said)
     if misfit is not None:
         raise ValueError(f"materialize: state_dict {misfit}")
     if not is_given:
@@ -130,7 +130,7 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 def require_alike(named: Sequence[tuple[str, Tensor]], src: int, group: Any) -> None:
     """Raise on every rank if one has other tensors than the rank that sends."""
     mine = [(name, tuple(one.shape), str(one.dtype)) for name, one in named]
-    of_ranks = told(mine, group)
+    of_ranks = from_all_ranks(mine, group)
     expected = of_ranks[dist.get_group_rank(group, src)]
     for index, theirs in enumerate(of_ranks):
         for here, there in zip(expected, theirs):
@@ -178,7 +178,7 @@ def require_written(model: nn.Module, names: Sequence[str]) -> None:
         bits = _as_bits(now[name])
         if bits is not None and bits[0].numel() and bool((bits[0] == bits[1]).all()):
             mine.append(name)
-    left = list(dict.fromkeys(name for some in told(mine) for name in some))
+    left = list(dict.fromkeys(name for some in from_all_ranks(mine) for name in some))
     if left:
         raise ValueError(
             f"materialize: {listed(left)} got no values: what initializes the modules did not write to them. Write "

@@ -20,7 +20,7 @@ from ..eager.backward import end_backward
 from ..eager.gathered import Gathered
 from ..eager.reduction import Traffic
 from ..eager.running import Call, is_here, running
-from .unit_forward import as_given, as_taken
+from .unit_forward import cast_inputs, cast_outputs
 
 
 class Managed:
@@ -96,7 +96,7 @@ class FSDP2View:
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Run the first half of ``unit_forward``, for code that calls the module itself."""
         self._call = None
-        args, kwargs = as_taken(self._unit, args, kwargs)
+        args, kwargs = cast_inputs(self._unit, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             return args, kwargs
         reads_are_compiled = dynamo.is_at_work() or dynamo.forward_is_compiled(module)
@@ -109,7 +109,7 @@ class FSDP2View:
         call, self._call = self._call, None
         if call is not None:
             output = end(self._unit, module, call, output)
-        return as_given(self._unit, output)
+        return cast_outputs(self._unit, output)
 
     @property
     def _state_ctx(self) -> FSDP2View:

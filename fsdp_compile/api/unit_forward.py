@@ -33,7 +33,7 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a unit's module: cast, gather when something eager reads, call, free or keep, cast."""
     unit: Unit = self.__dict__[STATE]
     call = type(self)._fsdp_compile_original._call_impl
-    args, kwargs = as_taken(unit, args, kwargs)
+    args, kwargs = cast_inputs(unit, args, kwargs)
     try:  # Dynamo never resumes inside a try: it leaves a frame that it cannot compile whole to Python
         if torch.compiler.is_dynamo_compiling():
             before = unit.watch.replaced()
@@ -46,7 +46,7 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             output = eager_forward(unit, self, call, args, kwargs)
     except BaseException:
         raise
-    return as_given(unit, output)
+    return cast_outputs(unit, output)
 
 
 def _take_places_back(unit: Unit, before: tuple[int, ...]) -> None:
@@ -60,15 +60,15 @@ def _take_places_back(unit: Unit, before: tuple[int, ...]) -> None:
 def forward_inside(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The part of ``unit_forward`` that is compiled where the eager path runs around a graph; see ``compiled.py``."""
     unit: Unit = self.__dict__[STATE]
-    args, kwargs = as_taken(unit, args, kwargs)
+    args, kwargs = cast_inputs(unit, args, kwargs)
     try:  # as above
         output = type(self)._fsdp_compile_original._call_impl(self, *args, **kwargs)
     except BaseException:
         raise
-    return as_given(unit, output)
+    return cast_outputs(unit, output)
 
 
-def as_taken(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def cast_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the inputs of a unit's forward on the device and in the dtype in which it takes them."""
     if unit.takes_inputs_to is not None:
         args, kwargs = move(args, unit.takes_inputs_to), move(kwargs, unit.takes_inputs_to)
@@ -78,13 +78,13 @@ def as_taken(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def as_given(unit: Unit, output: Any) -> Any:
+def cast_outputs(unit: Unit, output: Any) -> Any:
     """Return the output of a unit's forward in the policy's ``output_dtype``."""
     dtype = unit.mp_policy.output_dtype
     return output if dtype is None else cast_floating(output, dtype)
 
 
-dynamo.leave_all_to_python(as_taken, as_given)
+dynamo.leave_all_to_python(cast_inputs, cast_outputs)
 
 
 def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:
@@ -156,7 +156,7 @@ def _made_by(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit: Unit = self.__dict__[STATE]
-        args, kwargs = as_taken(unit, args, kwargs)
+        args, kwargs = cast_inputs(unit, args, kwargs)
         try:
             if torch.compiler.is_dynamo_compiling():
                 output = method(self, *args, **kwargs)
@@ -164,7 +164,7 @@ def _made_by(method: Callable[..., Any]) -> Callable[..., Any]:
                 output = eager_forward(unit, self, method, args, kwargs)
         except BaseException:
             raise
-        return as_given(unit, output)
+        return cast_outputs(unit, output)
 
     return with_code_of_its_own(forward, getattr(method, "__qualname__", "forward"))
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,18 +30,12 @@ from .predicted import Step, steps_of
 from .tables import format_bytes, format_dtype, format_unit, plural
 from .trial import trial
 
-_TOGETHER = {
-    "gather": ("group", "num_shards", "dtype", "bucketing"),
-    "reduce": (
-        "group", "num_shards", "replicate_group", "num_replicas", "reduce_dtype", "reduce_op", "predivide",
-        "postdivide", "reduction", "bucketing", "device", "grad_dtype",
-    ),
-}  # fmt: skip
+# What the members of a bucket may have to have in common, each with the words for it.
 _CALLED = {
     "group": "process group", "num_shards": "number of shards", "replicate_group": "group of replicas",
     "num_replicas": "number of replicas", "dtype": "dtype on the wire", "reduce_dtype": "dtype on the wire",
     "reduce_op": "operator", "predivide": "divisor", "postdivide": "divisor", "device": "place",
-    "grad_dtype": "dtype of the gradients",
+    "grad_dtype": "dtype of the gradients", "reduction": "reduction", "bucketing": "bucketing",
 }  # fmt: skip
 
 
@@ -178,10 +173,13 @@ def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[s
     a, b = specs[one.fqns[0]], specs[other.fqns[0]]
     key = gather_key if kind == "gather" else reduce_key
     if key(a) != key(b):
-        name = next(name for name in _TOGETHER[kind] if getattr(a, name) != getattr(b, name))
-        values = (getattr(a, name), getattr(b, name))
+        name, values = next(
+            (name, (getattr(a, name), getattr(b, name)))
+            for name in _CALLED
+            if key(b) != key(dataclasses.replace(b, **{name: getattr(a, name)}))
+        )
         said = [format_dtype(value) if "dtype" in name else repr(value) for value in values]
-        return f"the next has another {_CALLED.get(name, name)}: {said[1]}, not {said[0]}"
+        return f"the next has another {_CALLED[name]}: {said[1]}, not {said[0]}"
     if one.num_ranks != other.num_ranks:  # one of them is gathered from slices, and specs do not describe those
         return f"the next has another process group: {other.num_ranks} ranks, not {one.num_ranks}"
     if a.bucketing == "none":
