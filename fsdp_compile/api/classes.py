@@ -326,10 +326,8 @@ def sharded_class(
         return type(cls.__name__, (ShardedModule, cls), {**namespace, "__qualname__": cls.__qualname__})
     name = f"FSDP{cls.__name__}"
     namespace[INSIDE] = with_code_of_its_own(forward_inside, f"{name}._call_inside")
-    if eager_only is None:
-        namespace["_call_impl"] = with_code_of_its_own(unit_forward, f"{name}._call_impl")
-    else:
-        namespace["_call_impl"] = eager_forward_for(name, eager_only)
+    forward = unit_forward(cls._call_impl, f"{name}._call_impl")
+    namespace["_call_impl"] = forward if eager_only is None else eager_forward_for(forward, name, eager_only)
     return type(name, (mixin, cls), namespace)
 
 
