@@ -20,6 +20,7 @@ from ..api.fitting import listed
 from ..core.unit import original_class, plain_path
 from ..eager import forward as eager
 from .tables import plural
+from .trial import observing
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,8 @@ def watching(model: nn.Module, report: BreakReport) -> Iterator[None]:
             if name not in reads:
                 reads.append(name)
 
-    with dynamo.graph_breaks(on_break), _eager_reads(on_read):
+    with dynamo.graph_breaks(on_break), observing(eager.read_observers, on_read):
         yield
-
-
-@contextmanager
-def _eager_reads(observe: Any) -> Iterator[None]:
-    eager.read_observers.append(observe)
-    try:
-        yield
-    finally:
-        eager.read_observers.remove(observe)
 
 
 def _name(path: str, module: nn.Module) -> str:

@@ -34,6 +34,7 @@ from .pictured import pictured
 from .predicted import steps_of
 from .report import GraphReport
 from .tables import WIDTH, format_bytes, format_unit, plural, table
+from .trial import observing
 
 
 @contextlib.contextmanager
@@ -52,15 +53,11 @@ def inspect(model: nn.Module) -> Iterator[Report]:
     report = Report(_name(model), num_sharded_classes=len(classes))
     report.num_forgotten = dynamo.forget_compiled(classes)
     num_graphs_before = dynamo.num_dynamo_graphs()
-    observe = report.records.append
-    manager.observers.append(observe)
-    around_observers.append(report.stood_around)
+    by_passes = observing(manager.observers, report.records.append)
     try:
-        with inductor.no_compile_caches():
+        with by_passes, observing(around_observers, report.stood_around), inductor.no_compile_caches():
             yield report
     finally:
-        manager.observers.remove(observe)
-        around_observers.remove(report.stood_around)
         report.num_dynamo_graphs = dynamo.num_dynamo_graphs() - num_graphs_before
 
 

@@ -1,4 +1,4 @@
-"""Run a step that leaves no trace, for tools that look at one."""
+"""Run a step that leaves no trace, and listen to one, for tools that look at it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ from ..core.accumulation import Held
 from ..core.undo import Before
 from ..core.unit import units_in
 from ..eager.running import Iteration, running
+
+
+@contextmanager
+def observing(observers: list[Any], note: Callable[..., Any]) -> Iterator[None]:
+    """Have ``note`` called for what happens in this block."""
+    observers.append(note)
+    try:
+        yield
+    finally:
+        observers.remove(note)
 
 
 def require_between_steps(model: nn.Module, tool: str) -> None:
