@@ -9,6 +9,7 @@ Ranks raise together because one that went on would wait for the others.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,7 @@ def raise_on_all(
 
 
 def from_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the ``mine`` of every rank, by rank; in a process without others, only its own."""
+    """Return what every rank passes as ``mine``, in the order of ranks; without a process group, only this one's."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     said: list[Any] = [None] * dist.get_world_size(group)
@@ -133,23 +134,16 @@ def require_alike(named: Sequence[tuple[str, Tensor]], src: int, group: Any) -> 
     of_ranks = from_all_ranks(mine, group)
     expected = of_ranks[dist.get_group_rank(group, src)]
     for index, theirs in enumerate(of_ranks):
-        for here, there in zip(expected, theirs):
+        for here, there in itertools.zip_longest(expected, theirs):
             if here != there:
                 raise ValueError(
                     f"sync_module_states: rank {src} has {_described(here)}, and rank "
                     f"{dist.get_global_rank(group, index)} has {_described(there)}. Build the same model on every rank."
                 )
-        if len(theirs) != len(expected):
-            longer = max(theirs, expected, key=len)
-            raise ValueError(
-                f"sync_module_states: of ranks {src} and {dist.get_global_rank(group, index)}, one has no "
-                f"{longer[min(len(theirs), len(expected))][0]}. Build the same model on every rank."
-            )
 
 
-def _described(tensor: tuple[str, tuple[int, ...], str]) -> str:
-    name, shape, dtype = tensor
-    return f"{name} of shape {shape} in {dtype}"
+def _described(tensor: tuple[str, tuple[int, ...], str] | None) -> str:
+    return "nothing there" if tensor is None else "{} of shape {} in {}".format(*tensor)
 
 
 def _as_bits(tensor: Tensor) -> tuple[Tensor, int] | None:
