@@ -25,13 +25,14 @@ from ..core.param import ShardedParam, Slot
 from ..core.parts import write_part
 from ..core.unit import Unit, original_class
 from .auto_shard import inside_out
+from .classes import read_by
 from .exchange import gathered
 from .fitting import mark_unwritten, raise_on_all
 from .full_params import in_place_of_shards
 
 INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
 Place = tuple[nn.Module, str]  # of a parameter: the module that has it, and its name there
-Step = tuple[nn.Module, frozenset[Place]]  # the module to initialize, and what the call writes to
+Step = tuple[nn.Module, frozenset[Place]]  # the module to initialize, and the parameters that the call writes to
 
 
 class Own:
@@ -132,11 +133,6 @@ def initialize_all(
     values to gather before its module, or a module around that, was called. (A user's function may write anywhere, so
     then all are gathered.)
     """
-    of_module: dict[nn.Module, set[Unit]] = {}  # several, where a weight is tied to another unit's
-    for unit in units:
-        for param in unit.params:
-            for slot in param.slots:
-                of_module.setdefault(slot.module, set()).add(unit)
     order = {place: index for index, place in enumerate(missing)}
     had: set[nn.Module] = set()
     failed: Exception | None = None
@@ -144,7 +140,7 @@ def initialize_all(
 
     def units_used(step: Step) -> tuple[list[Unit], nn.Module | None]:
         module, places = step
-        used = {unit for one in (module, *(one for one, _ in places)) for unit in of_module.get(one, ())}
+        used = read_by(module, *(one for one, _ in places))
         return [unit for unit in units if unit in used], None if used else module
 
     def has_values(slot: Slot) -> bool:

@@ -100,9 +100,10 @@ class Rows:
 
 
 def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = (), width: int | None = None) -> list[str]:
-    """Return lines with aligned columns, those in ``right`` to the right; the first of ``rows`` has the heads.
+    """Return lines with aligned columns, those in ``right`` to the right.
 
-    Where lines would be wider than ``width``, each row is written as lines of words instead. Nothing is cut.
+    With ``width``, the first of ``rows`` has the heads. Where lines would be wider, each other row is written as words,
+    each cell behind its head. Nothing is cut.
     """
     from rich.cells import cell_len
 
