@@ -15,17 +15,9 @@ from typing import Any
 import pytest
 
 from fsdp_compile.page.page import embedded, page_of
-from fsdp_compile.page.picture import (
-    Collective,
-    Compute,
-    Difference,
-    Memory,
-    Picture,
-    PicturedGraph,
-    PicturedStep,
-    Storage,
-)
+from fsdp_compile.page.picture import Collective, Compute, Difference, Memory, Picture, PicturedGraph, PicturedStep
 from fsdp_compile.page.trace import trace_events
+from fsdp_compile.passes.cost.owners import Owned
 from tests.browser import Browser, Page
 
 EVIL = "</script><img src=x onerror=\"document.title='owned'\"><!--"
@@ -44,7 +36,7 @@ def collective(kind: str, fqns: tuple[str, ...], start_ms: float, end_ms: float,
 def graph(stage: str, start_ms: float, collectives: tuple[Collective, ...], peak: int) -> PicturedGraph:
     work = Compute(f"mm_{stage}", "mm", "layers.0", (start_ms + 3) * MS, (start_ms + 9) * MS, "compute")
     kinds = {"parameter shard": (100, 100), "gathered": (0, peak - 100)}
-    owners = (Storage("gather", EVIL, "gathered", peak - 100), Storage("p", "w", "parameter shard", 100))
+    owners = (Owned("gather", EVIL, "gathered", peak - 100), Owned("p", "w", "parameter shard", 100))
     memory = Memory((start_ms * MS, (start_ms + 3) * MS), kinds, (start_ms + 3) * MS, "mm", peak, owners)
     return PicturedGraph(stage, start_ms * MS, 10 * MS, 2 * MS, (work,), collectives, (), memory)
 
@@ -89,7 +81,7 @@ def long_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     verdict = "only 0.118 ms of compute stand beside it; queued 1.106 ms behind all_gather of model.layers.0.w.weight +8"
     sent = tuple(dataclasses.replace(one, verdict=verdict) for one in sent)
-    owners = tuple(Storage(f"cat_{place}", f"packed shards of {one.fqns[0]} +8", "gathered", 512) for place, one in enumerate(sent))
+    owners = tuple(Owned(f"cat_{place}", f"packed shards of {one.fqns[0]} +8", "gathered", 512) for place, one in enumerate(sent))
     [step] = whole.steps
     memory = dataclasses.replace(step.graphs[0].memory, owners=owners, peak_bytes=1 << 20)
     forward = dataclasses.replace(step.graphs[0], collectives=sent, memory=memory)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import dynamo, fsdp1
-from ..core.unit import WRAPPED, units_in
+from ..core.unit import WRAPPED
 from ..passes.ir.module_paths import plain_name
+from .classes import read_by
 from .exchange import gathered
 from .full_params import in_place_of_shards
 
@@ -78,20 +79,17 @@ def merges(model: nn.Module) -> dict[int, Callable[[], Tensor]]:
             for name in changed:
                 tensor = layer.get_base_layer()._parameters.get(name)  # type: ignore[operator]
                 if tensor is not None:
-                    found[id(tensor)] = partial(merged, model, layer, name)
+                    found[id(tensor)] = partial(merged, layer, name)
     return found
 
 
 @torch.no_grad()
-def merged(model: nn.Module, layer: Any, name: str) -> Tensor:
+def merged(layer: Any, name: str) -> Tensor:
     """Return a full tensor of a layer's base with its adapters merged; every rank calls this.
 
     PEFT merges, so that all that it can merge is merged, into full parameters that are there for that alone.
     """
-    inside = set(layer.modules())
-    params = [
-        param for unit in units_in(model) for param in unit.params if any(slot.module in inside for slot in param.slots)
-    ]
+    params = [param for its in read_by(*layer.modules()).values() for param in its]
     fulls = gathered([(param.fqn, param.param) for param in params])
     base, were_merged, before = layer.get_base_layer(), [*layer.merged_adapters], {}
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,18 @@ def _validate_module(module: Any, api: str) -> None:
             "Each distinct composable distributed API can only be applied to a module once, and this "
             f"{name} is sharded or replicated already. Apply fully_shard or replicate once to each module."
         )
+
+
+def fqns_in(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the places of parameters in the modules of a unit: FQN in the unit, module, and name in that module."""
+    for number, root in enumerate(modules):
+        # Members of a list have no common path: their place in it tells them apart.
+        member = f"[{number}]." if len(modules) > 1 else ""
+        for path, module in root.named_modules():
+            for name in module._parameters:
+                fqn = (f"{path}.{name}" if path else name).replace("_orig_mod.", "")
+                # Markers refuse half of a surrogate pair.
+                yield member + fqn.encode(errors="backslashreplace").decode(), module, name
 
 
 def require_kinds(api: str, mesh: Any, mp_policy: Any, offload_policy: Any, placement_fn: Any = None) -> None:

@@ -2,7 +2,7 @@
 
     auto_shard(model, Block)              fully_shard(model.layers[0]); fully_shard(model.layers[1]); fully_shard(model)
     auto_shard(model, options_of)         the same with options for each: what options_of(module) returns
-    auto_shard(model, 100_000_000)        inside out, each module with so many elements outside of inner units
+    auto_shard(model, 100_000_000)        inner modules first, each that has so many elements outside of units inside it
 """
 
 from __future__ import annotations

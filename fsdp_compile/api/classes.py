@@ -75,7 +75,7 @@ class ShardedModule:
         if assigns:
             _require_shards(self, state, prefix)
         if assigns or torch.__future__.get_swap_module_params_on_conversion():
-            for owner, params in _read_by(self).items():  # drop our references, so that they can be replaced
+            for owner, params in read_by(self).items():  # drop our references, so that they can be replaced
                 forget_edges(owner, params)
         self._fsdp_compile_original._load_from_state_dict(self, *args)  # type: ignore[attr-defined]
         take_back(self)
@@ -110,7 +110,7 @@ def _changed(modules: Sequence[Any], fn: Any) -> Iterator[None]:
     old ``grad_dtype`` again, so these are set aside until then.
     """
     read: list[Any] = [one for one in modules if isinstance(one, ShardedModule)]
-    owned = _read_by(*read)
+    owned = read_by(*read)
     for owner, params in owned.items():
         _require_no_cast(owner, params, fn)
     aside = [(one, name, grad) for one in read for name, grad in _grads_of_other_dtypes(one)]
@@ -265,14 +265,14 @@ def _take_or_refuse(param: ShardedParam, owner: Unit, reader: Unit, slot: Slot) 
 
 def take_back(module: Any) -> None:
     """Make edges again after ``forget_edges``, for new parameters if they were replaced, perhaps in other dtypes."""
-    for owner, params in _read_by(module).items():
+    for owner, params in read_by(module).items():
         if any(param.has_other_data or any(slot.param is not param.shard for slot in param.slots) for param in params):
             refresh(owner, params)
         else:
             arrange_edges(owner, params)
 
 
-def _read_by(*modules: Any) -> dict[Unit, list[ShardedParam]]:
+def read_by(*modules: Any) -> dict[Unit, list[ShardedParam]]:
     """Return the parameters that ``modules`` read, by the unit that owns them."""
     owned: dict[Unit, dict[ShardedParam, None]] = {}
     for module in modules:
@@ -326,10 +326,8 @@ def sharded_class(
         return type(cls.__name__, (ShardedModule, cls), {**namespace, "__qualname__": cls.__qualname__})
     name = f"FSDP{cls.__name__}"
     namespace[INSIDE] = with_code_of_its_own(forward_inside, f"{name}._call_inside")
-    if eager_only is None:
-        namespace["_call_impl"] = with_code_of_its_own(unit_forward, f"{name}._call_impl")
-    else:
-        namespace["_call_impl"] = eager_forward_for(name, eager_only)
+    forward = unit_forward(cls._call_impl, f"{name}._call_impl")
+    namespace["_call_impl"] = forward if eager_only is None else eager_forward_for(forward, name, eager_only)
     return type(name, (mixin, cls), namespace)
 
 

@@ -20,6 +20,7 @@ from ..passes.budget.budget import default_profile
 from ..passes.budget.residency import MAY
 from ..passes.ir.module_paths import plain_name
 from .classes import refresh
+from .stream import saved_tensors
 
 _AS_IT_IS: Any = object()  # the default where None means: no plan, no budget from now on
 
@@ -158,16 +159,8 @@ def _ranks_that_a_plan_asks_for(plan: Plan, model: nn.Module, units: Sequence[Un
 
 def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[str, Unit]:
     """Return the unit of each parameter, by every name that the parameter has in the model."""
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(path)
-    return {
-        plain_name(f"{path}.{slot.name}" if path else slot.name): unit
-        for unit in units
-        for param in unit.params
-        for slot in param.slots
-        for path in paths.get(slot.module, ())
-    }
+    owner = {id(param.param): unit for unit in units for param in unit.params}
+    return {name: owner[id(one)] for name, one in saved_tensors(model).items() if id(one) in owner}
 
 
 def _is_part(size: int, mesh: ShardMesh) -> bool:

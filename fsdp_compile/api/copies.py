@@ -29,6 +29,7 @@ from ..core.unit import STATE, Unit, original_class, unit_of
 from ..eager.reduction import Traffic
 from ..eager.running import running
 from ..graph.watch import Watch
+from .arguments import fqns_in
 from .compiled import stand_before_wrappers
 from .fsdp2_view import FSDP2View
 
@@ -82,7 +83,6 @@ class _Copies:
     owners: dict[ShardedParam, Unit] = field(default_factory=dict)
     traffics: dict[Traffic, Traffic] = field(default_factory=dict)
     prefetching: dict[Unit, None] = field(default_factory=dict)  # units with targets, which may be copied later
-    paths: dict[tuple[nn.Module, ...], dict[nn.Module, str]] = field(default_factory=dict)
 
     def prepare(self, top: nn.Module, inside: list[nn.Module], memo: dict[int, Any]) -> None:
         """Put copies of the units and parameters inside ``top`` into ``memo``."""
@@ -193,7 +193,8 @@ class _Copies:
         fqn, order = param.fqn, param.order
         if unit is None:  # the owner of this tied parameter is not copied: in the copy, the unit that reads it owns it
             unit = self._reader(reader, top)
-            fqn = self._path_in(reader.modules if reader in self.units else (top,), param)
+            inside = fqns_in(reader.modules if reader in self.units else (top,))
+            fqn = next((fqn for fqn, module, name in inside if Slot(module, name) in param.slots), param.fqn)
             order = len(unit.params) + (len(reader.params) if reader in self.units else 0)  # behind the unit's own
         if param.is_full:
             raise RuntimeError(
@@ -210,18 +211,6 @@ class _Copies:
         unit.params.append(copied)
         if param.fqn in owner.overrides:
             unit.overrides[fqn] = owner.overrides[param.fqn]
-
-    def _path_in(self, modules: tuple[nn.Module, ...], param: ShardedParam) -> str:
-        """Return the path of the parameter's first place inside ``modules``; its FQN without one."""
-        if modules not in self.paths:
-            paths: dict[nn.Module, str] = {}
-            for number, root in enumerate(modules):
-                for path, module in root.named_modules():
-                    place = f"{path}." if path else ""
-                    paths.setdefault(module, f"[{number}].{place}" if len(modules) > 1 else place)
-            self.paths[modules] = paths
-        paths = self.paths[modules]
-        return next((paths[slot.module] + slot.name for slot in param.slots if slot.module in paths), param.fqn)
 
     def _reader(self, reader: Unit, top: nn.Module) -> Unit:
         """Return the copy of a unit, or the unit that ``top`` becomes if it is copied without it."""

@@ -1,12 +1,12 @@
 """Tensors become whole from the parts that ranks have: windows of a few bytes, the next on its way while one is used.
 
     small tensors      a slab each: the part of every rank
-    a larger one       slabs of some rows of every part, so that all ranks send as much
-    in pieces          slabs of some rows of the whole, which few ranks may have
+    a larger one       slabs of some rows of every part, as many rows of each
+    in pieces          slabs of some rows of the whole, which may be on a few ranks alone
     window             slabs, one behind the other; small ones of one group, dtype and destination travel packed
 
-    to all ranks       one all-gather, padded to the longest part, of which nothing is copied if it makes a whole as it
-                       arrives; where padding doubles the bytes, a broadcast from each rank that has something
+    to all ranks       one all-gather, padded to the longest part; if the parts are of one length, its buffer is the
+                       whole. If padding would double the bytes, each rank that has a part broadcasts it
     to one rank        one all-to-all, in which only that rank receives
 
 All of it follows from shapes, dtypes and placements, so every rank launches the same.

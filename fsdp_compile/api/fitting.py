@@ -9,6 +9,7 @@ Ranks raise together because one that went on would wait for the others.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,6 @@ from ..passes.ir.module_paths import plain_name
 
 # Bit patterns that no initialization writes: as floats, they are NaNs that no computation produces.
 _MARKS = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FDEADDE), 8: (torch.int64, 0x7FFDEADDEADDEADD)}
-_MOST_NAMES = 5
 
 
 @contextmanager
@@ -34,7 +34,14 @@ def raised_on_all(function: str, group: dist.ProcessGroup | None = None) -> Iter
         yield
     except Exception as raised:
         error = raised
-    said = told(None if error is None else f"{type(error).__name__}: {error}", group)
+    raise_on_all(function, error, group=group)
+
+
+def raise_on_all(
+    function: str, error: Exception | None, where: str = "", group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise this rank's error, or a RuntimeError that names another rank and its error; return if no rank has one."""
+    said = from_all_ranks(None if error is None else f"{where}{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     for place, text in enumerate(said):
@@ -43,8 +50,8 @@ def raised_on_all(function: str, group: dist.ProcessGroup | None = None) -> Iter
             raise RuntimeError(f"{function}: rank {rank} raised {text}")
 
 
-def told(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the ``mine`` of every rank, by rank; in a process without others, only its own."""
+def from_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what every rank passes as ``mine``, in the order of ranks; without a process group, only this one's."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     said: list[Any] = [None] * dist.get_world_size(group)
@@ -63,7 +70,7 @@ def loaded_from_first(model: nn.Module, state_dict: Any, everywhere: bool) -> di
     said: tuple[bool, str | None] = (state_dict is not None, None)
     if state_dict is not None and rank == 0:
         said = (True, _misfit(model, state_dict))
-    (is_given, misfit), *others = told(said)
+    (is_given, misfit), *others = from_all_ranks(said)
     if misfit is not None:
         raise ValueError(f"materialize: state_dict {misfit}")
     if not is_given:
@@ -84,10 +91,10 @@ def _misfit(model: nn.Module, state_dict: Any) -> str | None:
     given = _with_tied(model, state_dict)
     missing = [name for name in expected if name not in given]
     if missing:
-        return f"lacks {_listed(missing)}. Add what they shall be, or leave state_dict out to initialize all."
+        return f"lacks {listed(missing)}. Add what they shall be, or leave state_dict out to initialize all."
     unexpected = [name for name in given if name not in expected]
     if unexpected:
-        return f"has {_listed(unexpected)}, which the model does not have. Take that out."
+        return f"has {listed(unexpected)}, which the model does not have. Take that out."
     for name, value in given.items():
         tensor = expected[name]
         if not isinstance(tensor, Tensor):
@@ -115,34 +122,28 @@ def _with_tied(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any
     return given
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Join names for a message; of many, only the first."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def require_alike(named: Sequence[tuple[str, Tensor]], src: int, group: Any) -> None:
     """Raise on every rank if one has other tensors than the rank that sends."""
     mine = [(name, tuple(one.shape), str(one.dtype)) for name, one in named]
-    of_ranks = told(mine, group)
+    of_ranks = from_all_ranks(mine, group)
     expected = of_ranks[dist.get_group_rank(group, src)]
     for index, theirs in enumerate(of_ranks):
-        for here, there in zip(expected, theirs):
+        for here, there in itertools.zip_longest(expected, theirs):
             if here != there:
                 raise ValueError(
                     f"sync_module_states: rank {src} has {_described(here)}, and rank "
                     f"{dist.get_global_rank(group, index)} has {_described(there)}. Build the same model on every rank."
                 )
-        if len(theirs) != len(expected):
-            longer = max(theirs, expected, key=len)
-            raise ValueError(
-                f"sync_module_states: of ranks {src} and {dist.get_global_rank(group, index)}, one has no "
-                f"{longer[min(len(theirs), len(expected))][0]}. Build the same model on every rank."
-            )
 
 
-def _described(tensor: tuple[str, tuple[int, ...], str]) -> str:
-    name, shape, dtype = tensor
-    return f"{name} of shape {shape} in {dtype}"
+def _described(tensor: tuple[str, tuple[int, ...], str] | None) -> str:
+    return "nothing there" if tensor is None else "{} of shape {} in {}".format(*tensor)
 
 
 def _as_bits(tensor: Tensor) -> tuple[Tensor, int] | None:
@@ -171,9 +172,9 @@ def require_written(model: nn.Module, names: Sequence[str]) -> None:
         bits = _as_bits(now[name])
         if bits is not None and bits[0].numel() and bool((bits[0] == bits[1]).all()):
             mine.append(name)
-    left = list(dict.fromkeys(name for some in told(mine) for name in some))
+    left = list(dict.fromkeys(name for some in from_all_ranks(mine) for name in some))
     if left:
         raise ValueError(
-            f"materialize: {_listed(left)} got no values: what initializes the modules did not write to them. Write "
+            f"materialize: {listed(left)} got no values: what initializes the modules did not write to them. Write "
             "them in init_fn, or in reset_parameters()."
         )

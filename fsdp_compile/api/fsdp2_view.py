@@ -20,7 +20,7 @@ from ..eager.backward import end_backward
 from ..eager.gathered import Gathered
 from ..eager.reduction import Traffic
 from ..eager.running import Call, is_here, running
-from .unit_forward import as_given, as_taken
+from .unit_forward import cast_inputs, cast_outputs
 
 
 class Managed:
@@ -94,9 +94,9 @@ class FSDP2View:
         self._call: Call | None = None  # an eager one, between the two ends of a forward
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Run the first half of ``unit_forward``, for code that calls the module itself."""
+        """Run the first half of a unit's forward, for code that calls the module itself."""
         self._call = None
-        args, kwargs = as_taken(self._unit, args, kwargs)
+        args, kwargs = cast_inputs(self._unit, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             return args, kwargs
         reads_are_compiled = dynamo.is_at_work() or dynamo.forward_is_compiled(module)
@@ -105,11 +105,11 @@ class FSDP2View:
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Run the second half of ``unit_forward``."""
+        """Run the second half of a unit's forward."""
         call, self._call = self._call, None
         if call is not None:
             output = end(self._unit, module, call, output)
-        return as_given(self._unit, output)
+        return cast_outputs(self._unit, output)
 
     @property
     def _state_ctx(self) -> FSDP2View:

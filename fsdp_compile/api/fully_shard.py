@@ -34,7 +34,7 @@ from ..graph.watch import Watch
 from ..lookout.lookout import lookout
 from ..passes import _torch_compat as passes_compat
 from ..passes.ranks.worlds import world_of
-from .arguments import ignored_in, modules_in, require_kinds
+from .arguments import fqns_in, ignored_in, modules_in, require_kinds
 from .classes import parts_of, refresh
 from .compiled import stand_before, stand_before_wrappers
 from .fsdp2_view import FSDP2View
@@ -289,20 +289,11 @@ def _parameter_slots(
     """Return each parameter's places by the FQN of the first one: (parameters of earlier calls, those of this call)."""
     by_param: dict[nn.Parameter, tuple[str, list[Slot]]] = {}
     chosen = set(managed)
-    for number, root in enumerate(modules):
-        for path, module in root.named_modules():
-            if module not in chosen:
-                continue
-            for name, param in module._parameters.items():
-                if param is None or param in ignored or name in module.__dict__.get(READS, {}):
-                    continue
-                fqn = f"{path}.{name}" if path else name
-                fqn = fqn.replace("_orig_mod.", "")
-                # Markers refuse half of a surrogate pair.
-                fqn = fqn.encode(errors="backslashreplace").decode()
-                # Members of a list have no common path: their place in it tells them apart.
-                fqn = f"[{number}].{fqn}" if len(modules) > 1 else fqn
-                by_param.setdefault(param, (fqn, []))[1].append(Slot(module, name))
+    for fqn, module, name in fqns_in(modules):
+        slot = Slot(module, name)
+        is_taken = slot.param is None or slot.param in ignored or name in module.__dict__.get(READS, {})
+        if module in chosen and not is_taken:
+            by_param.setdefault(slot.param, (fqn, []))[1].append(slot)
     claimed: dict[str, list[Slot]] = {}
     unclaimed: dict[str, list[Slot]] = {}
     for param, (fqn, slots) in by_param.items():

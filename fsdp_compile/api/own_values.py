@@ -25,13 +25,14 @@ from ..core.param import ShardedParam, Slot
 from ..core.parts import write_part
 from ..core.unit import Unit, original_class
 from .auto_shard import inside_out
+from .classes import read_by
 from .exchange import gathered
-from .fitting import mark_unwritten, told
+from .fitting import mark_unwritten, raise_on_all
 from .full_params import in_place_of_shards
 
 INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
 Place = tuple[nn.Module, str]  # of a parameter: the module that has it, and its name there
-Step = tuple[nn.Module, frozenset[Place]]  # the module to initialize, and what the call writes to
+Step = tuple[nn.Module, frozenset[Place]]  # the module to initialize, and the parameters that the call writes to
 
 
 class Own:
@@ -132,18 +133,14 @@ def initialize_all(
     values to gather before its module, or a module around that, was called. (A user's function may write anywhere, so
     then all are gathered.)
     """
-    of_module: dict[nn.Module, set[Unit]] = {}  # several, where a weight is tied to another unit's
-    for unit in units:
-        for param in unit.params:
-            for slot in param.slots:
-                of_module.setdefault(slot.module, set()).add(unit)
     order = {place: index for index, place in enumerate(missing)}
     had: set[nn.Module] = set()
-    failed: tuple[nn.Module, Exception] | None = None
+    failed: Exception | None = None
+    where = ""
 
     def units_used(step: Step) -> tuple[list[Unit], nn.Module | None]:
         module, places = step
-        used = {unit for one in (module, *(one for one, _ in places)) for unit in of_module.get(one, ())}
+        used = read_by(module, *(one for one, _ in places))
         return [unit for unit in units if unit in used], None if used else module
 
     def has_values(slot: Slot) -> bool:
@@ -162,9 +159,9 @@ def initialize_all(
                     try:
                         initialize(module)
                     except Exception as error:
-                        failed = module, error
+                        failed, where = error, f"in {original_class(module).__name__}: "
                 had.update(module.modules())
-    _raise_everywhere(failed)
+    raise_on_all("materialize", failed, where)
 
 
 @contextmanager
@@ -199,16 +196,3 @@ def _whole(
                 tensor.requires_grad_(put.requires_grad)
                 for slot in slots[tensor]:
                     slot.register(tensor)
-
-
-def _raise_everywhere(failed: tuple[nn.Module, Exception] | None) -> None:
-    said = None if failed is None else f"{original_class(failed[0]).__name__}: {type(failed[1]).__name__}: {failed[1]}"
-    of_ranks = told(said)
-    if failed is not None:
-        raise failed[1]
-    for rank, error in enumerate(of_ranks):
-        if error is not None:
-            raise RuntimeError(
-                f"materialize: rank {rank} raised where a module initializes itself ({error}), so no rank has all "
-                "values. Mend it there, and build the model anew."
-            )

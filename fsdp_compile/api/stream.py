@@ -29,7 +29,7 @@ from ..passes.budget.budget import Budget
 from ..passes.ir.module_paths import plain_name
 from . import adapters
 from .exchange import Slab, Whole, landed, send, this_rank, whole_of, windows_of
-from .fitting import raised_on_all, require_module, told
+from .fitting import from_all_ranks, raised_on_all, require_module
 from .full_params import require_shards
 
 _LOADED_BYTES = 64 << 20  # of full tensors that one rank sends at a time
@@ -191,7 +191,7 @@ class Ranks:
     def require_same(self, asked: Any) -> None:
         """Raise on all ranks if one asks for something else."""
         digest = hashlib.sha256(repr(asked).encode()).hexdigest()
-        for rank, theirs in zip(self.members, [digest] if self.group is None else told(digest, self.group)):
+        for rank, theirs in zip(self.members, [digest] if self.group is None else from_all_ranks(digest, self.group)):
             if theirs != digest:
                 raise ValueError(
                     f"{self.function}: ranks {this_rank()} and {rank} ask for different tensors, or pass other "

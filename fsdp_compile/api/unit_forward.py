@@ -1,6 +1,7 @@
 """The forward that runs in the place of a unit's modules, and takes the compiled or the eager path.
 
-``unit_forward`` becomes the modules' ``_call_impl``, so it stands around their own hooks and is one frame with them:
+What ``unit_forward`` returns becomes the modules' ``_call_impl``, so it stands around their own hooks and is one frame
+with them. It also stands around other methods that a user registers as forwards.
 
     compiled whole            casts inputs and outputs; what its module reads are markers in the graph
     a graph breaks inside     Dynamo skips this frame and compiles those that it calls: it is the eager path
@@ -29,24 +30,30 @@ from ..eager.around import eager_forward
 from .compiled import stand_before_wrappers
 
 
-def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a unit's module: cast, gather when something eager reads, call, free or keep, cast."""
-    unit: Unit = self.__dict__[STATE]
-    call = type(self)._fsdp_compile_original._call_impl
-    args, kwargs = as_taken(unit, args, kwargs)
-    try:  # Dynamo never resumes inside a try: it leaves a frame that it cannot compile whole to Python
-        if torch.compiler.is_dynamo_compiling():
-            before = unit.watch.replaced()
-            output = call(self, *args, **kwargs)
-            _take_places_back(unit, before)
-        else:
-            if unit.outer is None and not unit.knows_wrappers:
-                unit.knows_wrappers = True
-                stand_before_wrappers(self)
-            output = eager_forward(unit, self, call, args, kwargs)
-    except BaseException:
-        raise
-    return as_given(unit, output)
+def unit_forward(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that calls a method of a unit's module as a forward of the unit.
+
+    It casts, gathers when something eager reads, calls the method, frees or keeps, and casts.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unit: Unit = self.__dict__[STATE]
+        args, kwargs = cast_inputs(unit, args, kwargs)
+        try:  # Dynamo never resumes inside a try: it leaves a frame that it cannot compile whole to Python
+            if torch.compiler.is_dynamo_compiling():
+                before = unit.watch.replaced()
+                output = method(self, *args, **kwargs)
+                _take_places_back(unit, before)
+            else:
+                if unit.outer is None and not unit.knows_wrappers:
+                    unit.knows_wrappers = True
+                    stand_before_wrappers(self)
+                output = eager_forward(unit, self, method, args, kwargs)
+        except BaseException:
+            raise
+        return cast_outputs(unit, output)
+
+    return with_code_of_its_own(forward, name)
 
 
 def _take_places_back(unit: Unit, before: tuple[int, ...]) -> None:
@@ -58,17 +65,17 @@ def _take_places_back(unit: Unit, before: tuple[int, ...]) -> None:
 
 
 def forward_inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The part of ``unit_forward`` that is compiled where the eager path runs around a graph; see ``compiled.py``."""
+    """The part of a unit's forward that is compiled where the eager path runs around a graph; see ``compiled.py``."""
     unit: Unit = self.__dict__[STATE]
-    args, kwargs = as_taken(unit, args, kwargs)
+    args, kwargs = cast_inputs(unit, args, kwargs)
     try:  # as above
         output = type(self)._fsdp_compile_original._call_impl(self, *args, **kwargs)
     except BaseException:
         raise
-    return as_given(unit, output)
+    return cast_outputs(unit, output)
 
 
-def as_taken(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def cast_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the inputs of a unit's forward on the device and in the dtype in which it takes them."""
     if unit.takes_inputs_to is not None:
         args, kwargs = move(args, unit.takes_inputs_to), move(kwargs, unit.takes_inputs_to)
@@ -78,17 +85,17 @@ def as_taken(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def as_given(unit: Unit, output: Any) -> Any:
+def cast_outputs(unit: Unit, output: Any) -> Any:
     """Return the output of a unit's forward in the policy's ``output_dtype``."""
     dtype = unit.mp_policy.output_dtype
     return output if dtype is None else cast_floating(output, dtype)
 
 
-dynamo.leave_all_to_python(as_taken, as_given)
+dynamo.leave_all_to_python(cast_inputs, cast_outputs)
 
 
-def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:
-    """Return a ``unit_forward`` that Dynamo must not trace; where it would have, the unit warns once why it did not."""
+def eager_forward_for(forward: Callable[..., Any], name: str, setting: str) -> Callable[..., Any]:
+    """Return a forward that Dynamo must not trace; where it would have, the unit warns once why it did not."""
     skipped: list[bool] = []
 
     @torch.compiler.assume_constant_result
@@ -104,7 +111,7 @@ def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:
                 "right; its collectives are in no graph.",
                 stacklevel=2,
             )
-        return unit_forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
 
     run = torch.compiler.disable(forward_eagerly, reason=f"{name}: {setting} works in eager mode only")
 
@@ -139,35 +146,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return  # registered before
     forward: Any
     if getattr(known, "__self__", None) is module:
-        forward = _forward_by(known.__func__)
+        forward = _forward_by(known.__func__, getattr(known.__func__, "__qualname__", method_name))
     else:
         # No cache may hold this function, which holds ``known``, and so perhaps the module.
-        forward = _made_by(lambda self, *args, **kwargs: known(*args, **kwargs))
+        forward = unit_forward(lambda self, *args, **kwargs: known(*args, **kwargs), method_name)
     _forwards.add(forward)
     setattr(module, method_name, forward.__get__(module, type(module)))
 
 
-# The functions that ``_made_by`` returned.
+# The forwards of registered methods.
 _forwards: weakref.WeakSet[Any] = weakref.WeakSet()
 
-
-def _made_by(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does for ``method`` what ``unit_forward`` does for a forward."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        unit: Unit = self.__dict__[STATE]
-        args, kwargs = as_taken(unit, args, kwargs)
-        try:
-            if torch.compiler.is_dynamo_compiling():
-                output = method(self, *args, **kwargs)
-            else:
-                output = eager_forward(unit, self, method, args, kwargs)
-        except BaseException:
-            raise
-        return as_given(unit, output)
-
-    return with_code_of_its_own(forward, getattr(method, "__qualname__", "forward"))
-
-
 # One function for all modules that have the method, so that they can share compiled code.
-_forward_by = shared(_made_by)
+_forward_by = shared(unit_forward)

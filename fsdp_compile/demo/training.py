@@ -33,6 +33,7 @@ from ..passes import GraphRecord
 from ..tools.inspect import Report
 from ..tools.measure import device_of, join_group
 from ..tools.memory import PeakMeter
+from ..tools.trial import observing
 from ..workers import Send
 
 UNSHARDED = "unsharded"
@@ -224,11 +225,8 @@ def train_ours(run: Run, num_steps: int, say: Callable[[str], None]) -> tuple[Re
         say(f"{run.name}: {_AFTER_PASSES[record.stage]}")
 
     say(f"{run.name}: trace the model")
-    manager.observers.append(observe)
-    try:
+    with observing(manager.observers, observe):
         run.train(num_steps, timed=False)
-    finally:
-        manager.observers.remove(observe)
     stages = {record.stage: _counts(record) for record in report.records}
     num_graphs, num_breaks = dynamo.num_dynamo_graphs() - num_graphs, dynamo.num_graph_breaks() - num_breaks
     return report, {"num_graphs": num_graphs, "num_graph_breaks": num_breaks, "stages": stages}

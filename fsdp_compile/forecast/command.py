@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .._torch_compat.process_groups import pretended_world
-from ..passes import Budget, load_profile
+from ..api.stream import bytes_of
+from ..passes import load_profile
 from ..passes.budget.residency import MAY
 from ..passes.cost.profiles import PROFILES
 from ..tools.tables import console_for_output
@@ -214,11 +215,9 @@ def _whole(option: str, said: str) -> int:
 
 def _bytes(option: str, said: str) -> int:
     try:
-        found = Budget.of(int(said) if said.isdecimal() else said).num_bytes
-    except ValueError:
-        found = None
-    if found is None:
-        raise Mistake(f"{option} {said} is no number of bytes: give one such as 70GiB.")
+        found = bytes_of(option, int(said) if said.isdecimal() else said)
+    except ValueError as error:
+        raise Mistake(f"{option} {said} is no number of bytes: give one such as 70GiB.") from error
     if said.isdecimal() and found < _FEWEST_BYTES:
         raise Mistake(f"{option} {said} has no unit, so it is {said} bytes: write {said}GiB, or {said}B for so few.")
     return found

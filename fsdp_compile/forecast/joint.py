@@ -21,6 +21,7 @@ from ..core.unit import original_class, units_in
 from ..graph.install import manager
 from ..passes import GraphRecord, Plan
 from ..passes.ir.provenance import settle_names
+from ..tools.trial import observing
 from .layers import Run
 
 # The dtypes in which parameters are stored (None: as the model has them) and computed with, and gradients are reduced.
@@ -70,9 +71,9 @@ def joint_graph(
     if budget:
         configure(model, **budget)
     model.to_empty(device="cpu")  # memory that is never written to costs nothing
-    manager.observers.append(found.append)
     try:
-        trace_joint_graph(model, call.args, call.kwargs)
+        with observing(manager.observers, found.append):
+            trace_joint_graph(model, call.args, call.kwargs)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         called = original_class(model).__name__
         why = _why(error).replace(type(model).__name__, called)
@@ -80,8 +81,6 @@ def joint_graph(
             f"{called} could not be traced into one graph: make it run under torch.compile(model, fullgraph=True) on "
             f"this batch; fsdp_compile.explain_breaks says where it breaks.{why}"
         ) from error
-    finally:
-        manager.observers.remove(found.append)
     joints = [record for record in found if record.stage == "joint"]
     if not joints:
         raise Mistake(

@@ -33,14 +33,6 @@ class Run:
         begin = self.first + turn * self.period
         return range(begin, begin + self.period)
 
-    def turn_of(self, fqn: str) -> int | None:
-        """Return the number of the period that a parameter is in; None outside of the run."""
-        if not fqn.startswith(f"{self.path}."):
-            return None
-        place = fqn[len(self.path) + 1 :].partition(".")[0]
-        turn = (int(place) - self.first) // self.period if place.isdecimal() else -1
-        return turn if 0 <= turn < self.times else None
-
 
 def find_run(model: nn.Module) -> Run | None:
     """Return the run with most parameters; None where nothing repeats."""

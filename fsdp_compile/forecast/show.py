@@ -1,63 +1,48 @@
 """Show forecasts as tables or data, and say what to change where one does not fit.
 
-Each figure has three digits, however large or small it is. In a narrow window the columns get narrower, then some are
-left out; digits are never cut.
+Each figure has three digits, however large or small it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
 from ..passes.budget.residency import MAY, OFFLOAD
-from ..tools.tables import ANY_WIDTH
+from ..tools.tables import Column, Rows
 from .forecast import Forecast
 from .joint import FULL, NONE
 from .sweep import TooLarge, Weights
 
-_CHOSEN = "kept, again, host"
-_WIDEST = len("1,234,567,890")  # the widest cell in the tables of a single plan
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _COUNTS = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
 
 
 def show_one(one: Forecast, title: str, console: Console) -> None:
     console.print(title, highlight=False)
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    grid.add_column("on each rank, at the peak")
-    grid.add_column("memory", justify="right", no_wrap=True, min_width=_WIDEST)
-    for kind, num_bytes in one.peak.items():
-        if num_bytes:
-            grid.add_row(kind, size(num_bytes))
-    grid.add_section()
-    grid.add_row("peak", size(one.peak_bytes))
     verdict = "fits" if one.fits else "does not fit"
-    grid.add_row(f"of {size(one.hardware.memory_bytes)} of memory", f"[bold]{verdict}[/bold]")
+    memory = [[kind, size(num_bytes)] for kind, num_bytes in one.peak.items() if num_bytes]
+    memory += [["peak", size(one.peak_bytes)], [f"of {size(one.hardware.memory_bytes)} of memory", verdict]]
     budget = one.configuration.budget
     if budget is not None:
-        grid.add_row("forward and backward", size(one.held_bytes))
-        grid.add_row(f"of a budget of {size(budget)}", f"[bold]{'met' if one.is_met else 'not met'}[/bold]")
-    _print_whole(grid, console)
-    grid = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    grid.add_column("")
-    grid.add_column("", justify="right", no_wrap=True, min_width=_WIDEST)
-    grid.add_row("forward", seconds(one.forward_s))
-    grid.add_row("backward", seconds(one.backward_s))
-    grid.add_row("optimizer", seconds(one.optimizer_s))
-    grid.add_row("step", f"[bold]{seconds(one.step_s)}[/bold]")
-    grid.add_row("of it waiting for communication", seconds(one.exposed_s))
-    grid.add_row("tokens/s", f"{one.tokens_per_s:,.0f}")
-    grid.add_row("tokens/s a rank", f"[bold]{one.tokens_per_s_per_rank:,.0f}[/bold]")
-    grid.add_row("MFU", f"{one.mfu:.1%}")
-    _print_whole(grid, console)
+        memory.append(["forward and backward", size(one.held_bytes)])
+        memory.append([f"of a budget of {size(budget)}", "met" if one.is_met else "not met"])
+    console.print(Rows("", [Column("on each rank, at the peak", is_number=False), Column("memory")], memory))
+    time = [
+        ["forward", seconds(one.forward_s)],
+        ["backward", seconds(one.backward_s)],
+        ["optimizer", seconds(one.optimizer_s)],
+        ["step", seconds(one.step_s)],
+        ["of it waiting for communication", seconds(one.exposed_s)],
+        ["tokens/s", f"{one.tokens_per_s:,.0f}"],
+        ["tokens/s a rank", f"{one.tokens_per_s_per_rank:,.0f}"],
+        ["MFU", f"{one.mfu:.1%}"],
+    ]
+    console.print(Rows("", [Column("in a step", is_number=False), Column("")], time))
     traced = f"{one.num_traced} of {one.num_periods} repeated layers traced" if one.num_periods > 1 else "all traced"
     console.print(f"Predicted on {one.hardware.profile.name!r}; {traced}.", highlight=False)
     if one.choice is not None:
@@ -68,30 +53,28 @@ def show_sweep(found: Sequence[Forecast | TooLarge], best: Forecast | None, titl
     console.print(title, highlight=False)
     planned = [one for one in found if isinstance(one, Forecast)]
     planned.sort(key=lambda one: (not one.fits, -one.tokens_per_s))
-    said = [one.configuration for one in planned]
-    budgets = [one.budget for one in said if one.budget is not None]
+    budgets = [one.configuration.budget for one in planned if one.configuration.budget is not None]
     unit = unit_for([*(one.peak_bytes for one in planned), *budgets])
-    columns = (
-        _Column("", "", ["-> " if one is best else "   " for one in planned]),
-        _Column("mesh", "mesh", ["x".join(map(str, one.mesh)) for one in said]),
-        _Column("batch", "batch", [f"{one.batch}x{one.sequence}" for one in said]),
-        _Column("checkpointing", "check-\npointing", [one.checkpointing for one in said]),
-        _Column(f"budget {unit}", f"budget\n{unit}", [_budget(one, unit) for one in planned]),
-        _Column(_CHOSEN, "kept,\nagain,\nhost", [_chosen(one) for one in planned], is_figure=True),
-        _Column(f"peak {unit}", f"peak\n{unit}", [_peak(one, unit) for one in planned], is_figure=True),
-        _Column("step", "step", [seconds(one.step_s) for one in planned], is_figure=True),
-        _Column("waiting", "waiting", [seconds(one.exposed_s) for one in planned], is_figure=True),
-        _Column(
-            "tokens/s a rank",
-            "tokens/s\na rank",
-            [f"{one.tokens_per_s_per_rank:,.0f}" for one in planned],
-            is_figure=True,
-        ),
-        _Column("MFU", "MFU", [f"{one.mfu:.1%}" for one in planned], is_figure=True),
-    )
-    styles = ["bold green" if one is best else None if one.fits else "dim" for one in planned]
+    cells = [
+        [
+            f"{'->' if one is best else '  '} {'x'.join(map(str, one.configuration.mesh))}",
+            f"{one.configuration.batch}x{one.configuration.sequence}",
+            one.configuration.checkpointing,
+            _budget(one, unit),
+            _chosen(one),
+            _peak(one, unit),
+            seconds(one.step_s),
+            seconds(one.exposed_s),
+            f"{one.tokens_per_s_per_rank:,.0f}",
+            f"{one.mfu:.1%}",
+        ]
+        for one in planned
+    ]
+    names = [Column(head, is_number=False) for head in ("   mesh", "batch", "checkpointing", f"budget {unit}")]
+    figures = map(Column, ("kept, again, host", f"peak {unit}", "step", "waiting", "tokens/s a rank", "MFU"))
+    styles = ["bold green" if one is best else "" if one.fits else "dim" for one in planned]
     if planned:
-        _print_columns(columns, styles, ("waiting", _CHOSEN, "MFU", f"budget {unit}"), console)
+        console.print(Rows("", [*names, *figures], cells, styles=styles))
     too_large = {(one.configuration.mesh, one.num_bytes) for one in found if isinstance(one, TooLarge)}
     for mesh, num_bytes in sorted(too_large, key=lambda one: one[1]):
         shown = "x".join(map(str, mesh))
@@ -187,61 +170,6 @@ def as_data(one: Forecast | TooLarge) -> dict[str, Any]:
         "layers_traced": one.num_traced,
         "layers": one.num_periods,
     }
-
-
-@dataclass(frozen=True)
-class _Column:
-    """One column: its heading in a wide window and in a narrow one, and its cells."""
-
-    heading: str
-    narrow: str  # may have several lines
-    cells: Sequence[str]
-    is_figure: bool = False
-
-
-def _print_columns(
-    columns: Sequence[_Column], styles: Sequence[str | None], left_out_first: Sequence[str], console: Console
-) -> None:
-    """Print a table; where it is too wide, leave out columns of ``left_out_first``, one by one, until it fits."""
-    left_out: list[str] = []
-    table = _table(columns, styles, is_narrow=False)
-    if _least_width(table) > console.width:
-        table = _table(columns, styles, is_narrow=True)
-        for heading in left_out_first:
-            if _least_width(table) <= console.width:
-                break
-            left_out.append(heading)
-            table = _table(columns, styles, is_narrow=True, left_out=left_out)
-    _print_whole(table, console)
-    if left_out:
-        console.print(f"Left out, as the window is narrow: {', '.join(left_out)}; --json has all.", highlight=False)
-
-
-def _print_whole(table: Table, console: Console) -> None:
-    """Print a table with unbroken cells, if need be wider than the window, so that nothing is left out of a line."""
-    window = console.width
-    console.width = max(window, _least_width(table))
-    console.print(table)
-    console.width = window
-
-
-def _table(
-    columns: Sequence[_Column], styles: Sequence[str | None], is_narrow: bool, left_out: Collection[str] = ()
-) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0) if is_narrow else (0, 1))
-    shown = [one for one in columns if one.heading not in left_out]
-    for one in shown:
-        heading = one.narrow if is_narrow else one.heading
-        widest = max(map(len, (*heading.split("\n"), *one.cells)))
-        table.add_column(heading, justify="right" if one.is_figure else "left", no_wrap=True, min_width=widest)
-    for cells, style in zip(zip(*(one.cells for one in shown)), styles):
-        table.add_row(*cells, style=style)
-    return table
-
-
-def _least_width(table: Table) -> int:
-    console = Console(width=ANY_WIDTH)
-    return Measurement.get(console, console.options, table).minimum
 
 
 def count(number: int) -> str:

@@ -18,6 +18,7 @@ Where the longer is not the shorter with a few blocks inserted, layers do not re
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -223,38 +224,8 @@ def _is_one(place: int, length: int, steps: Sequence[Step]) -> bool:
 
 
 def _blocks(shorter: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, tuple[Step, ...]]]:
-    """Return the fewest blocks that make the longer when inserted in the shorter; none where that is impossible."""
-    num_added = len(longer) - len(shorter)
-    if num_added <= 0:
+    """Return the blocks that make the longer when inserted in the shorter; none where that is impossible."""
+    found = difflib.SequenceMatcher(None, shorter, longer, autojunk=False).get_opcodes()
+    if any(how in ("replace", "delete") for how, *_ in found):
         return []
-    begin = 0
-    while begin < len(shorter) and shorter[begin] == longer[begin]:
-        begin += 1
-    # By place in the shorter, and by number of steps inserted before: how many blocks that takes, after a step that
-    # both have (alike), and within a block (inside).
-    far = len(longer) + 1
-    alike = [0] + [far] * num_added
-    before: list[tuple[list[int], list[int]]] = []
-    for place in range(begin, len(shorter) + 1):
-        inside = [far] * (num_added + 1)
-        for put_in in range(1, num_added + 1):
-            inside[put_in] = min(inside[put_in - 1], alike[put_in - 1] + 1)
-        before.append((alike, inside))
-        if place < len(shorter):
-            goes_on = [shorter[place] == longer[place + put_in] for put_in in range(num_added + 1)]
-            alike = [min(*both) if same else far for same, *both in zip(goes_on, alike, inside)]
-    if min(before[-1][0][num_added], before[-1][1][num_added]) >= far:
-        return []
-    ends: list[tuple[int, int]] = []  # the place of a block, and how many steps are inserted up to its end
-    begins: list[int] = []
-    put_in, place = num_added, len(shorter)
-    while put_in:
-        alike, inside = before[place - begin]
-        if inside[put_in] < alike[put_in]:
-            ends.append((place, put_in))
-            while inside[put_in] < far and inside[put_in] == inside[put_in - 1]:
-                put_in -= 1
-            put_in -= 1
-            begins.append(put_in)
-        place -= 1
-    return [(place, tuple(longer[place + first : place + last])) for (place, last), first in zip(ends, begins)]
+    return [(place, tuple(longer[first:last])) for how, place, _, first, last in found if how == "insert"]

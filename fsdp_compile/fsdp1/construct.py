@@ -55,7 +55,7 @@ from .ranks import KEEPS_GATHERED, device_for, mesh_for
 from .region import WRAPPED, Wrapper, ignored_in, wrappers_in
 from .state_dicts import default_settings, has_clean_state_dicts
 
-# True while a constructor makes the wrappers of its policy: only that constructor then looks for optimizers.
+# True while a constructor makes the wrappers of its policy: only that constructor then warns and looks for optimizers.
 _IS_WRAPPING: ContextVar[bool] = ContextVar("wraps what a policy chose", default=False)
 
 
@@ -97,8 +97,10 @@ class Constructed(Wrapper):
         self.cpu_offload = cpu_offload or CPUOffload()
         self.forward_prefetch, self.use_orig_params = forward_prefetch, use_orig_params
         self.backward_prefetch, self.limit_all_gathers = backward_prefetch, limit_all_gathers
-        self._say_what_plans()
-        self._settle_strategy()
+        if not _IS_WRAPPING.get():
+            self._warn_of_settings()
+        if self._is_alone:
+            self.sharding_strategy = ShardingStrategy.NO_SHARD
 
         if auto_wrap_policy is not None:
             self._wrap_children(
@@ -139,7 +141,7 @@ class Constructed(Wrapper):
         self._is_in_full_precision: bool = False
         self._has_comm_hook: bool = False
         self._state_dict_settings = default_settings()
-        for one in constructed_in(self):
+        for one in wrappers_in(self):
             one._is_root = one is self
             one._settle_casts()
         self._settle_precision()
@@ -152,8 +154,12 @@ class Constructed(Wrapper):
         """Make a wrapper for a module below this one."""
         raise NotImplementedError
 
-    def _say_what_plans(self) -> None:
-        """Warn of arguments that ask for an order of collectives, and say what decides on that order."""
+    @property
+    def _is_alone(self) -> bool:
+        return self._device_mesh.ndim == 1 and self._device_mesh.size() == 1
+
+    def _warn_of_settings(self) -> None:
+        """Warn of arguments that have no effect, and of a strategy that has another name by now."""
         if self.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
             warnings.warn(
                 f"backward_prefetch={self.backward_prefetch} has no effect: compiled, the plan says what backward "
@@ -166,17 +172,13 @@ class Constructed(Wrapper):
                 "says in compiled code.",
                 stacklevel=3,
             )
-
-    def _settle_strategy(self) -> None:
-        if self._device_mesh.ndim == 1 and self._device_mesh.size() == 1:
-            if self.sharding_strategy is not ShardingStrategy.NO_SHARD:
-                warnings.warn(
-                    f"FSDP is switching to use `NO_SHARD` instead of {self.sharding_strategy} since the world size is "
-                    "1. Pass it to say so.",
-                    stacklevel=3,
-                )
-            self.sharding_strategy = ShardingStrategy.NO_SHARD
-        elif self.sharding_strategy is ShardingStrategy.NO_SHARD:
+        if self._is_alone and self.sharding_strategy is not ShardingStrategy.NO_SHARD:
+            warnings.warn(
+                f"FSDP is switching to use `NO_SHARD` instead of {self.sharding_strategy} since the world size is 1. "
+                "Pass it to say so.",
+                stacklevel=3,
+            )
+        elif not self._is_alone and self.sharding_strategy is ShardingStrategy.NO_SHARD:
             warnings.warn(
                 "The `NO_SHARD` sharding strategy is deprecated in FSDP1. Call fsdp_compile.replicate(model), which "
                 "does the same, and is what runs here.",
@@ -193,12 +195,7 @@ class Constructed(Wrapper):
             its = dict(its)
             if its["process_group"] is not None and its["device_mesh"] is self._device_mesh:
                 its["device_mesh"] = None  # the policy gave this child its own group
-            said = {name: its.pop(name) for name in ("backward_prefetch", "limit_all_gathers")}
-            with warnings.catch_warnings():
-                if its["sharding_strategy"] is kwargs["sharding_strategy"]:
-                    warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # the root has warned already
-                wrapper = self._new(child, **its)
-            wrapper.backward_prefetch, wrapper.limit_all_gathers = said["backward_prefetch"], said["limit_all_gathers"]
+            wrapper = self._new(child, **its)
             wrapper._gives_inputs_dtype = child in exact
             return wrapper
 
@@ -349,11 +346,6 @@ class Constructed(Wrapper):
     def check_is_root(self) -> bool:
         """Whether no other wrapper is around this one."""
         return self._is_root
-
-
-def constructed_in(module: nn.Module) -> list[Constructed]:
-    """Return the wrappers at and below ``module``, outermost first."""
-    return [one for one in wrappers_in(module) if isinstance(one, Constructed)]
 
 
 def is_container(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import fsdp1
 from ..api.exchange import send
-from ..api.fitting import told
+from ..api.fitting import from_all_ranks
 from ..core.containers import map_tensors, tensors_in
 from ..core.param import ShardedParam
 from ..core.unit import units_in
@@ -176,13 +176,13 @@ def _require_alike(names: _Names, states: OptimState, group: dist.ProcessGroup |
         has.setdefault(ranks_of[mesh], {})[name] = ", ".join(sorted(entries)) or "nothing"
     digests = {ranks: hashlib.sha256(repr(some).encode()).hexdigest()[:12] for ranks, some in has.items()}
     seen: dict[tuple[int, ...], set[str]] = {}
-    for theirs, foreign in told((digests, names.foreign), group):
+    for theirs, foreign in from_all_ranks((digests, names.foreign), group):
         _require_own(foreign)
         for ranks, digest in theirs.items():
             seen.setdefault(ranks, set()).add(digest)
     if all(len(some) == 1 for some in seen.values()):
         return
-    of_ranks = told((dist.get_rank(), has), group)
+    of_ranks = from_all_ranks((dist.get_rank(), has), group)
     differing = []
     for ranks in seen:
         on = {rank: theirs[ranks] for rank, theirs in of_ranks if ranks in theirs}

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from .._torch_compat import fsdp1
-from ..api.auto_shard import Chosen, ask_from_root_down
+from ..api.auto_shard import Chosen, ask_from_root_down, inside_out
 from ..core.unit import unit_of
 from .region import Ignored, Wrapper
 
@@ -58,19 +58,9 @@ def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any
 def wrap_children(root: nn.Module, chosen: Chosen, wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> None:
     """Put a wrapper around each chosen module, inner modules first, in every place where the module is registered."""
     wrappers: dict[nn.Module, nn.Module] = {}
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        if module in seen:
-            return
-        seen.add(module)
+    for module in list(inside_out(root)):
         for name, child in list(module._modules.items()):
-            if child is None:
-                continue
-            visit(child)
-            if child in chosen:
+            if child is not None and child in chosen:
                 if child not in wrappers:
                     wrappers[child] = wrap(child, chosen[child])
                 setattr(module, name, wrappers[child])
-
-    visit(root)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from .._torch_compat.fsdp1 import HYBRID_SHARD_ZERO2
+from ..core.mesh import device_of_type, device_type_here
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2)
 KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, HYBRID_SHARD_ZERO2)
@@ -37,9 +38,8 @@ def device_for(device_id: Any, devices: set[torch.device], mesh: DeviceMesh | No
             "moved."
         )
     there = next((one for one in devices if one.type != "cpu"), None)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device_id is not None:
-        asked = _device_of(device_id, accelerator)
+        asked = _device_of(device_id)
         if there is not None and there != asked:
             raise ValueError(
                 f"Inconsistent compute device and `device_id`: {there} vs {asked}. Pass the device that the module is "
@@ -48,32 +48,18 @@ def device_for(device_id: Any, devices: set[torch.device], mesh: DeviceMesh | No
         return asked
     if mesh is not None and mesh.device_type == "cpu":
         return torch.device("cpu")
-    if there is None and accelerator is None:
-        return torch.device("cpu")
-    return _current(there or accelerator or torch.device("cpu"))
+    return device_of_type(device_type_here()) if there is None else there
 
 
-def _device_of(device_id: Any, accelerator: torch.device | None) -> torch.device:
+def _device_of(device_id: Any) -> torch.device:
     if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
         raise TypeError(f"device_id is {device_id!r}. Pass a torch.device, its name, or the number of an accelerator.")
     if isinstance(device_id, int):
-        if accelerator is None:
+        if device_type_here() == "cpu":
             raise ValueError(f"device_id={device_id}: this machine has no accelerator. Pass torch.device('cpu').")
-        device_id = torch.device(accelerator.type, device_id)
+        return torch.device(device_type_here(), device_id)
     device = torch.device(device_id)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    current = _current(device)
-    if device.index not in (None, current.index):
-        raise ValueError(
-            f"device_id is {device}, but the current device is {current}. Call "
-            f"torch.accelerator.set_device_index({device.index}) before FSDP: collectives run on the current device."
-        )
-    return current
-
-
-def _current(device: torch.device) -> torch.device:
-    return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
+    return device_of_type(device.type) if device.type == "cpu" or device.index is None else device
 
 
 def mesh_for(

@@ -59,7 +59,7 @@ def region_of(module: nn.Module, left_out: Collection[nn.Module] = ()) -> Iterat
         pending.extend(reversed(children))
 
 
-def wrappers_in(module: nn.Module) -> list[Wrapper]:
+def wrappers_in(module: nn.Module) -> list[Any]:
     """Return every wrapper at and below ``module``, outermost first."""
     return [one for one in module.modules() if isinstance(one, Wrapper)]
 

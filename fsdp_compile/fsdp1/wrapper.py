@@ -57,7 +57,7 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """Return the wrappers at and below ``module``; with ``root_only``, those that are in no other wrapper."""
-        found = [one for one in wrappers_in(module) if isinstance(one, FullyShardedDataParallel)]
+        found = wrappers_in(module)
         inner = {one for outer in found for one in wrappers_in(outer._fsdp_wrapped_module)}
         return [one for one in found if not root_only or one not in inner]
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from ..api.adapters import adapters_of, plain_model
-from ..api.fitting import raised_on_all
+from ..api.classes import read_by
+from ..api.fitting import listed, raised_on_all
 from ..api.full_params import require_shards, swapped_in
 from ..api.initialize import fill_in, random_numbers_of_first
 from ..api.stream import Loader, saved_tensors
 from ..core.unit import original_class, units_in
 from .names import Source, as_built, may_be_more, plain_names, sources
-from .safetensors import File, files_in, listed
+from .safetensors import File, files_in
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -35,8 +36,8 @@ def load_pretrained(
 ) -> ModelT:
     """Read the weights in a Hugging Face folder into the shards of ``model``, each its own rows, and return the model.
 
-    Shapes must be the model's. Names are matched as ``from_pretrained`` does it: with or without the base model's
-    prefix, tied weights once, experts one by one. Values are cast to the parameters' dtype.
+    Shapes must be the model's. Names are matched as ``from_pretrained`` matches them: with or without the base model's
+    prefix, tied weights under one name, experts one by one. Values are cast to the parameters' dtype.
 
     ``generation_config.json`` is read with the weights, where the model has a ``generation_config``.
 
@@ -109,13 +110,11 @@ def _adapters_on_meta(model: nn.Module) -> list[nn.Module]:
 
 def _reset(model: nn.Module, adapters: list[nn.Module]) -> None:
     """Let adapters initialize themselves, some from base weights, with full parameters of one layer at a time."""
-    owner = {slot.module: unit for unit in units_in(model) for param in unit.params for slot in param.slots}
     configs = adapters_of(model)
     device = next((unit.mesh.device for unit in units_in(model)), next(model.parameters()).device)
     with random_numbers_of_first(device):
         for layer in adapters:
-            units = {owner[one]: None for one in layer.modules() if one in owner}
-            with swapped_in(list(units), writeback=True):
+            with swapped_in(list(read_by(*layer.modules())), writeback=True):
                 for name in layer.lora_A:  # type: ignore[union-attr]
                     layer.reset_lora_parameters(name, configs[name].init_lora_weights)  # type: ignore[operator]
 

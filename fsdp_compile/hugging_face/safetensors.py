@@ -15,13 +15,15 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..api.fitting import listed
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -176,10 +178,3 @@ def files_in(folder: Path) -> list[Path]:
     there = [path.name for path in sorted(folder.glob("*.bin"))]
     old = f" It has {listed(there)}: convert it with from_pretrained and save_pretrained." if there else ""
     raise FileNotFoundError(f"{folder} has neither {single.name} nor {index.name}.{old}")
-
-
-def listed(names: Iterable[str], most: int = 8) -> str:
-    """Join names for a message; of many, only the first."""
-    names = list(names)
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..api.adapters import adapters_of, plain_model
 from ..api.exchange import Slab, cast_to, this_rank, whole_of
-from ..api.fitting import raised_on_all, told
+from ..api.fitting import from_all_ranks, raised_on_all
 from ..api.full_params import require_shards
 from ..api.stream import Ranks, bytes_of, saved_tensors, stream_wholes
 from ..core.unit import original_class, units_in
@@ -104,7 +104,7 @@ def _refuse_adapters(model: nn.Module, inner: nn.Module) -> None:
 
 
 def _require_one_model(entries: list[Sizes]) -> None:
-    for rank, theirs in enumerate(told(entries)):
+    for rank, theirs in enumerate(from_all_ranks(entries)):
         if theirs != entries:
             raise ValueError(
                 f"save_pretrained: ranks {this_rank()} and {rank} have different models, of which one folder would be "

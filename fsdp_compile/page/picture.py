@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..passes.cost.owners import Owned
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -43,16 +45,6 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Storage:
-    """Memory that is alive at the peak."""
-
-    name: str
-    of: str
-    kind: str
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class Memory:
     """The bytes alive at each event, by kind, and the storages that make the peak."""
 
@@ -61,7 +53,7 @@ class Memory:
     peak_s: float
     peak_at: str
     peak_bytes: int
-    owners: tuple[Storage, ...]  # largest first
+    owners: tuple[Owned, ...]  # largest first
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..passes.ir.plan import named
 from .picture import Collective, Picture, PicturedGraph, PicturedStep
 
 _EIGHTHS = 8e6  # eighths of a microsecond in a second
@@ -59,7 +60,7 @@ def _collective(one: Collective, process: int, lane: int, flow: int) -> Iterator
         "parameters": list(one.fqns), "unit": one.unit, "dtype": one.dtype, "bytes a rank": one.num_bytes,
         "bucket bytes": one.bucket_bytes, "exposed ms": one.exposed_s * 1e3, "verdict": f"{one.cause}: {one.verdict}",
     }  # fmt: skip
-    name = f"{one.kind} {one.fqns[0]}" + (f" +{len(one.fqns) - 1}" if len(one.fqns) > 1 else "")
+    name = f"{one.kind} {named(one.fqns)}"
     yield _span(process, lane, name, one.kind, one.start_s, one.end_s, about)
     if one.exposed_s:
         yield _span(process, _COMPUTE, f"wait for {name}", "wait", one.end_s - one.exposed_s, one.end_s, about)

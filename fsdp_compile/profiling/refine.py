@@ -23,7 +23,7 @@ from ..passes.cost.profiles import Fit, Link
 from ..passes.cost.roofline import Group, bytes_on_link
 from ..tools.calibrate import fit_line, measured_link
 from ..tools.measure import slowdown_share
-from .printed import Column, Rows
+from ..tools.tables import Column, Rows
 from .record import Interval, common, union
 from .summary import together
 from .traces import Trace, read_folder

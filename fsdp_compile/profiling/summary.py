@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..tools.tables import format_bytes, on_one_line, plural
+from ..tools.tables import WIDTH, Column, Rows, format_bytes, on_one_line, plural
 from .listen import EAGER
-from .printed import Column, Rows
 from .record import common, length, union
 from .traces import Ran, Trace, read_folder
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:  # else it is imported in functions, because most programs nev
     from rich.console import RenderableType
 
 _WORST = 5
-_WIDTH = 110
 _OF_RANKS = ("rank", "step", "communication", "exposed", "of the step", "overlap")
 _NOT_SEEN = (
     "the graphs had been compiled before the profile began, or came from a cache; run it anew with "
@@ -120,7 +118,7 @@ class Summary:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=_WIDTH, color_system=None)
+        console = Console(width=WIDTH, color_system=None)
         with console.capture() as printed:
             console.print(self)
         return printed.get().rstrip("\n")

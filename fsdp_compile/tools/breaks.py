@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from .._torch_compat import dynamo
+from ..api.fitting import listed
 from ..core.unit import original_class, plain_path
 from ..eager import forward as eager
 from .tables import plural
+from .trial import observing
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class BreakReport:
             f"{plural(len(self.eager_reads), 'module')} with parameters that are read outside of graphs"
         ]
         for number, one in enumerate(self.breaks, 1):
-            lines.append(f"{number}. {_some(one.modules) or 'code of no module'}, {one.where}")
+            lines.append(f"{number}. {listed(one.modules, most=3) or 'code of no module'}, {one.where}")
             lines.append(f"   {one.reason}")
             if one.hint:
                 lines.append(f"   {one.hint}")
@@ -101,17 +103,8 @@ def watching(model: nn.Module, report: BreakReport) -> Iterator[None]:
             if name not in reads:
                 reads.append(name)
 
-    with dynamo.graph_breaks(on_break), _eager_reads(on_read):
+    with dynamo.graph_breaks(on_break), observing(eager.read_observers, on_read):
         yield
-
-
-@contextmanager
-def _eager_reads(observe: Any) -> Iterator[None]:
-    eager.read_observers.append(observe)
-    try:
-        yield
-    finally:
-        eager.read_observers.remove(observe)
 
 
 def _name(path: str, module: nn.Module) -> str:
@@ -149,8 +142,3 @@ def _reason_and_hint(text: str) -> tuple[str, str]:
     explanation = next((line for line in lines if line.startswith("Explanation:")), "")
     hint = next((line for line in lines if line.startswith("Hint:")), "")
     return f"{reason}. {explanation.removeprefix('Explanation: ')}".rstrip(". ") + ".", hint.removeprefix("Hint: ")
-
-
-def _some(modules: tuple[str, ...]) -> str:
-    shown = ", ".join(modules[:3])
-    return shown if len(modules) <= 3 else f"{shown} and {len(modules) - 3} more"

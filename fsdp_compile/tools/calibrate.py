@@ -19,12 +19,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ..passes.cost.profiles import KINDS, Fit, HardwareProfile, Link, load_profile
 from ..passes.cost.roofline import Group, collective_seconds, wire_bytes
 from ..workers import Workers
 from . import link, measure
+from .tables import Column, Rows
 
 WORK = "fsdp_compile.tools.measure:work"
 SILENCE_S = 120.0
@@ -181,46 +181,44 @@ def slowest(samples: Sequence[dict[str, Any]], kind: str) -> list[tuple[int, flo
     return [(points[0][0], max(seconds for _, seconds in points)) for points in zip(*by_rank)]
 
 
-def compute_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile) -> Table:
+def compute_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile) -> Rows:
     first = samples[0]
     threads = "" if first["device"] != "CPU" else f", {first['threads']} of its threads a rank"
-    table = Table(title=f"{len(samples)} ranks on {first['device']}{threads}: the slowest rank's")
-    for name in ("", "matmul", "copy, read and written"):
-        table.add_column(name, justify="right" if name else "left")
+    cells = []
     for dtype, flops in profile.flops.items():
         copies = [sample["memory_bytes_per_s"].get(dtype) for sample in samples]
-        table.add_row(dtype, f"{flops / 1e9:,.1f} GFLOP/s", "" if None in copies else _rate(min(copies)))
-    table.add_section()
-    table.add_row("attention", f"{profile.attention_efficiency:.0%} of matmuls", "")
-    table.add_row("kernel without work", f"{profile.kernel_s * 1e6:.1f} us", "")
-    table.add_row("copy from the CPU", "", _rate(profile.host_bytes_per_s))
-    table.add_row("compute beside a collective", f"{profile.inside.slows_compute:.0%} slower", "")
-    return table
-
-
-def collectives_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile, ranks: int) -> Table:
-    """Return a table of each kind's fitted line, its largest error, and the measured time of its largest size."""
-    table = Table(
-        title=f"Collectives of {ranks} ranks over {profile.backend}",
-        caption="seconds = latency + bytes each rank sends / bandwidth; error: the line's largest, of a size's time",
-        caption_justify="left",
+        cells.append([dtype, f"{flops / 1e9:,.1f} GFLOP/s", "" if None in copies else _rate(min(copies))])
+    cells += [
+        ["attention", f"{profile.attention_efficiency:.0%} of matmuls", ""],
+        ["kernel without work", f"{profile.kernel_s * 1e6:.1f} us", ""],
+        ["copy from the CPU", "", _rate(profile.host_bytes_per_s)],
+        ["compute beside a collective", f"{profile.inside.slows_compute:.0%} slower", ""],
+    ]
+    return Rows(
+        f"{len(samples)} ranks on {first['device']}{threads}: the slowest rank's",
+        [Column("", is_number=False), Column("matmul"), Column("copy, read and written")],
+        cells,
     )
-    for name in ("", "latency", "bandwidth", "error", "largest", "took"):
-        table.add_column(name, justify="right" if name else "left")
+
+
+def collectives_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile, ranks: int) -> Rows:
+    """Return a table of each kind's fitted line, its largest error, and the measured time of its largest size."""
+    cells = []
     for kind, fit in profile.inside.measured.items():
         points = slowest(samples, kind)
         group = Group(ranks, ranks)
         errors = [abs(collective_seconds(kind, size, group, profile) / seconds - 1) for size, seconds in points]
         largest, took = max(points)
-        table.add_row(
-            kind,
-            f"{fit.latency_s * 1e3:.3f} ms",
-            _rate(fit.bytes_per_s),
-            f"{max(errors):.0%}",
-            f"{largest / 2**20:.2f} MiB",
-            f"{took * 1e3:.2f} ms",
+        latency, error = f"{fit.latency_s * 1e3:.3f} ms", f"{max(errors):.0%}"
+        cells.append(
+            [kind, latency, _rate(fit.bytes_per_s), error, f"{largest / 2**20:.2f} MiB", f"{took * 1e3:.2f} ms"]
         )
-    return table
+    return Rows(
+        f"Collectives of {ranks} ranks over {profile.backend}",
+        [Column("", is_number=False), *map(Column, ("latency", "bandwidth", "error", "largest", "took"))],
+        cells,
+        "seconds = latency + bytes each rank sends / bandwidth; error: the line's largest, of a size's time",
+    )
 
 
 def _rate(bytes_per_s: float) -> str:

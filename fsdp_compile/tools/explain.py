@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import autograd, dynamo
-from ..core.accumulation import Held
+from .._torch_compat import dynamo
+from ..api.fitting import listed
 from ..core.containers import tensors_in
-from ..core.unit import units_in
-from ..eager.running import recover
 from ..passes import Bucket, HardwareProfile, ParamSpec, Plan, Prediction
 from ..passes.ir.provenance import Marker, find_unshards, whole_of
 from ..passes.schedule.buckets import gather_key, reduce_key
@@ -30,19 +28,14 @@ from .inspect import Report, inspect
 from .pictured import step_owners
 from .predicted import Step, steps_of
 from .tables import format_bytes, format_dtype, format_unit, plural
+from .trial import trial
 
-_TOGETHER = {
-    "gather": ("group", "num_shards", "dtype", "bucketing"),
-    "reduce": (
-        "group", "num_shards", "replicate_group", "num_replicas", "reduce_dtype", "reduce_op", "predivide",
-        "postdivide", "reduction", "bucketing", "device", "grad_dtype",
-    ),
-}  # fmt: skip
+# What the members of a bucket may have to have in common, each with the words for it.
 _CALLED = {
     "group": "process group", "num_shards": "number of shards", "replicate_group": "group of replicas",
     "num_replicas": "number of replicas", "dtype": "dtype on the wire", "reduce_dtype": "dtype on the wire",
     "reduce_op": "operator", "predivide": "divisor", "postdivide": "divisor", "device": "place",
-    "grad_dtype": "dtype of the gradients",
+    "grad_dtype": "dtype of the gradients", "reduction": "reduction", "bucketing": "bucketing",
 }  # fmt: skip
 
 
@@ -57,8 +50,8 @@ def explain(
 
     Every rank must call it. Backward begins at ``loss(output)``, or without ``loss`` at the sum of all output tensors
     that require gradients; under ``no_grad`` there is no backward. Gradients, and those that earlier micro-batches held
-    back, are afterwards as before, and no post-accumulate-grad hook runs. Running statistics are updated, as in any
-    forward. Code that was compiled before is compiled afresh, and a model without compiled code runs under
+    back, running statistics and random number generators are afterwards as before, and no post-accumulate-grad hook
+    runs. Code that was compiled before is compiled afresh, and a model without compiled code runs under
     ``torch.compile``. ``profile`` names hardware other than the plan's.
     """
     whole = dynamo.behind_compile(model)
@@ -67,7 +60,7 @@ def explain(
     is_compiled = whole is not model or any(dynamo.is_compiled(module) for module in whole.modules())
     run = model if is_compiled else torch.compile(model)
     breaks = BreakReport()
-    with _leaving_gradients(whole), inspect(whole) as report, watching(whole, breaks):
+    with trial(whole), inspect(whole) as report, watching(whole, breaks):
         output = _called(run, args, kwargs)
         if torch.is_grad_enabled():
             total = _total(output) if loss is None else loss(output)
@@ -75,31 +68,6 @@ def explain(
                 total.backward()
     steps = [_explained(step, profile) for step in steps_of(report.records) if step.graphs]
     return Explanation(report.model, tuple(steps), tuple(_eagerly(report, breaks)), breaks, report)
-
-
-@contextmanager
-def _leaving_gradients(model: nn.Module) -> Iterator[None]:
-    """Run backward in this block without effect: gradients stay as they were, no post-accumulate-grad hook runs."""
-    params = list(model.parameters())
-    grads = [param.grad for param in params]
-    units = units_in(model)
-    held = [unit.accumulation.held for unit in units]
-    for param in params:
-        param.grad = None
-    for unit in units:
-        unit.accumulation.held = Held()
-    try:
-        with autograd.without_post_accumulate_grad_hooks(params):
-            yield
-    except BaseException:
-        for root in dict.fromkeys(unit.root for unit in units):
-            recover(root)  # here, since the next step would not know what the steps of this block held back
-        raise
-    finally:
-        for unit, its in zip(units, held, strict=True):
-            unit.accumulation.held = its
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
 
 
 def _called(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,7 +145,7 @@ def _eagerly(report: Report, breaks: BreakReport) -> list[str]:
     for module, names in breaks.eager_reads.items():
         said.append(f"{module} reads {', '.join(names)} outside of any graph: the eager path gathers it there")
     if report.around:
-        units = ", ".join(one.unit for one in list(report.around.values())[:4])
+        units = listed([one.unit for one in report.around.values()], most=4)
         count = plural(len(report.around), "unit")
         how = "compiled by themselves, or in parts"
         said.append(f"the collectives of {count} ({units}): {how}, the eager path gathers around them")
@@ -205,10 +173,13 @@ def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[s
     a, b = specs[one.fqns[0]], specs[other.fqns[0]]
     key = gather_key if kind == "gather" else reduce_key
     if key(a) != key(b):
-        name = next(name for name in _TOGETHER[kind] if getattr(a, name) != getattr(b, name))
-        values = (getattr(a, name), getattr(b, name))
+        name, values = next(
+            (name, (getattr(a, name), getattr(b, name)))
+            for name in _CALLED
+            if key(b) != key(dataclasses.replace(b, **{name: getattr(a, name)}))
+        )
         said = [format_dtype(value) if "dtype" in name else repr(value) for value in values]
-        return f"the next has another {_CALLED.get(name, name)}: {said[1]}, not {said[0]}"
+        return f"the next has another {_CALLED[name]}: {said[1]}, not {said[0]}"
     if one.num_ranks != other.num_ranks:  # one of them is gathered from slices, and specs do not describe those
         return f"the next has another process group: {other.num_ranks} ranks, not {one.num_ranks}"
     if a.bucketing == "none":

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..api.fitting import listed
 from ..passes import Prediction
 from ..passes.cost.owners import Owners
 from ..passes.cost.predicted import PredictedCollective
-from ..passes.ir.plan import named
 from .breaks import BreakReport
 from .inspect import Report
-from .tables import format_bytes, format_dtype, format_unit, located, plural, table, terminal_width
+from .tables import format_bytes, format_dtype, format_unit, located, plural, table, terminal_width, wrapped
 
-_WIDTH = 110  # of text; tables are as wide as the terminal, or as they need to be
 _CURVE = 60  # columns of the memory curve
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _OWNERS = 6
@@ -98,7 +96,7 @@ class Explanation:
 
 
 def _step(step: ExplainedStep, width: int | None) -> Iterator[str]:
-    yield from _wrapped(str(step.predicted), width, indent="")
+    yield from wrapped(str(step.predicted), width)
     places = ["launched behind", "waited for before"]
     header = ["#", "graph", "collective", "names", "dtype", "bytes/rank", *places, "hidden", ""]
     rows = [
@@ -109,21 +107,14 @@ def _step(step: ExplainedStep, width: int | None) -> Iterator[str]:
         ]
         for place, one in enumerate(step.buckets)
     ]  # fmt: skip
-    lines, room = table([header, *rows], right=(0, 5, 8)), None if width is None else width - 2
-    if room is not None and max(map(len, lines)) > room:
-        rows = [
-            [at, f"{stage} {kind}", named(one.launch.fqns), *rest, f"{share} {cause}"]
-            for (at, stage, kind, _, *rest, share, cause), one in zip(rows, step.buckets)
-        ]
-        header = [header[0], " ".join(header[1:3]), *header[3:-1]]
-        lines = table([header, *rows], right=(0, 4), width=room, wraps=(1, 2, 5, 6, 7))
+    lines = table([header, *rows], right=(0, 5, 8), width=None if width is None else width - 2)
     yield from (f"  {line}" for line in lines)
     exposed = [(place, one.launch) for place, one in enumerate(step.buckets) if not one.launch.is_hidden]
     if exposed:
         yield "exposed"
         for place, sent in exposed:
             because = f"#{place} {sent.exposed_s * 1e3:.3f} ms, because of {_BECAUSE[sent.cause]}: {sent.verdict}"
-            yield from _wrapped(because, width)
+            yield from wrapped(because, width, indent="  ")
     apart = [(one.apart, f"#{place}") for place, one in enumerate(step.buckets)]
     yield from _grouped("not merged with the next", apart, width)
     stays = [(f"{one.becomes}: {one.why}", one.fqn) for one in step.parameters if one.becomes]
@@ -135,14 +126,6 @@ def _step(step: ExplainedStep, width: int | None) -> Iterator[str]:
 _BECAUSE = {"compute": "compute", "memory": "memory", "dependency": "a dependency", "order": "the order"}
 
 
-def _wrapped(text: str, width: int | None, indent: str = "  ") -> list[str]:
-    """Wrap text between words. Names stay whole, however long they are."""
-    return textwrap.wrap(
-        text, min(width or _WIDTH, _WIDTH), initial_indent=indent, subsequent_indent=f"{indent}  ",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
-
-
 def _grouped(title: str, said: list[tuple[str, str]], width: int | None) -> Iterator[str]:
     groups: dict[str, list[str]] = {}
     for words, name in said:
@@ -151,8 +134,7 @@ def _grouped(title: str, said: list[tuple[str, str]], width: int | None) -> Iter
     if groups:
         yield title
     for words, names in groups.items():
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        yield from _wrapped(f"{words} ({shown})", width)
+        yield from wrapped(f"{words} ({listed(names, most=4)})", width, indent="  ")
 
 
 def _memory(step: ExplainedStep, width: int | None) -> Iterator[str]:
@@ -167,7 +149,7 @@ def _memory(step: ExplainedStep, width: int | None) -> Iterator[str]:
     kinds = {kind: levels[place] for kind, levels in highest.owners.of_kind.items() if levels[place]}
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sorted(kinds.items(), key=lambda pair: -pair[1]))
     peak = f"peak in {highest.stage} at {highest.owners.peak_at}: {parts}"
-    yield from _wrapped(peak, width)
+    yield from wrapped(peak, width, indent="  ")
     rows = [[f"{one.of or one.name}", one.kind, format_bytes(one.num_bytes)] for one in highest.owners.peak[:_OWNERS]]
     yield from (f"    {line}" for line in table(rows, right=(2,)))
     if len(highest.owners.peak) > _OWNERS:

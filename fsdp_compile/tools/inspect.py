@@ -33,7 +33,8 @@ from ..passes.schedule.buckets import gather_buckets, reduce_buckets
 from .pictured import pictured
 from .predicted import steps_of
 from .report import GraphReport
-from .tables import format_bytes, format_unit, plural, table
+from .tables import WIDTH, format_bytes, format_unit, plural, table
+from .trial import observing
 
 
 @contextlib.contextmanager
@@ -52,15 +53,11 @@ def inspect(model: nn.Module) -> Iterator[Report]:
     report = Report(_name(model), num_sharded_classes=len(classes))
     report.num_forgotten = dynamo.forget_compiled(classes)
     num_graphs_before = dynamo.num_dynamo_graphs()
-    observe = report.records.append
-    manager.observers.append(observe)
-    around_observers.append(report.stood_around)
+    by_passes = observing(manager.observers, report.records.append)
     try:
-        with inductor.no_compile_caches():
+        with by_passes, observing(around_observers, report.stood_around), inductor.no_compile_caches():
             yield report
     finally:
-        manager.observers.remove(observe)
-        around_observers.remove(report.stood_around)
         report.num_dynamo_graphs = dynamo.num_dynamo_graphs() - num_graphs_before
 
 
@@ -221,7 +218,7 @@ class Report:
             title += f"; {plural(gathers, 'gather')} and {plural(reductions, 'reduction')} a step around "
             title += plural(len(self.around), "compiled unit")
         tables = [*map(str, graphs), *([_table_around(self.around.values())] if self.around else [])]
-        return "\n\n".join([title, *tables, "\n".join(textwrap.fill(note, 110) for note in self.notes)])
+        return "\n\n".join([title, *tables, "\n".join(textwrap.fill(note, WIDTH) for note in self.notes)])
 
     def html(self, path: str | Path) -> Path:
         """Write one page that shows every step: time line, memory, collectives, what each pass changed, the plan.

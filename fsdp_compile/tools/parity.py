@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import autograd, dynamo
-from ..api.classes import parts_of
+from .._torch_compat import dynamo
 from ..api.module import set_all_reduce, set_sync
-from ..core.accumulation import Held
 from ..core.containers import map_tensors
-from ..core.undo import Before
 from ..core.unit import units_in
-from ..eager.running import Iteration, running
+from .trial import require_between_steps, trial
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ def check_parity(
             'model with a keyword argument of that name, give its inputs as a dict: check_parity(model, {"loss": ...}).'
         )
     args, kwargs = _arguments(inputs, named)
-    _require_between_steps(model)
+    require_between_steps(model, "check_parity")
     with torch.compiler.set_stance("force_eager"):
         eager = _step(model, model, args, kwargs, loss)
     compiled = _step(model, torch.compile(model, backend=backend), args, kwargs, loss)
@@ -122,79 +116,6 @@ def _arguments(inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[An
     return inputs, named
 
 
-def _require_between_steps(model: nn.Module) -> None:
-    for unit in units_in(model):
-        if autograd.backward_task() is not None or running(unit).runs_forward:
-            raise RuntimeError(f"{unit.name}: check_parity was called inside a forward or a backward. Call it outside.")
-        if running(unit).iteration.pending_handle is not None:
-            raise RuntimeError(
-                f"{unit.name}: check_parity was called while finalize_backward(async_op=True) is pending. Call wait() "
-                "on the handle that it returned first."
-            )
-
-
-@contextmanager
-def _trial(model: nn.Module) -> Iterator[None]:
-    """Undo the step that runs in this block: its gradients are reduced, and afterwards all state is as before."""
-    units = units_in(model)
-    roots = list(dict.fromkeys(unit.root for unit in units))
-    params = list(model.parameters())
-    grads = [param.grad for param in params]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    parts = [part for unit in dict.fromkeys([*roots, *units]) for part in parts_of(unit)]
-    before, put_generators_back = Before([*model.modules(), *parts]), _remember_generators()
-    try:
-        for root in roots:
-            running(root).own_iteration = Iteration()
-        for unit in units:
-            running(unit).gathered = running(unit).held_call = None
-            unit.accumulation.held = Held()
-            set_sync(unit, True)
-            set_all_reduce(unit, True)
-        for param in params:
-            param.grad = None
-        with autograd.without_post_accumulate_grad_hooks(params), torch.enable_grad():
-            yield
-    finally:
-        try:
-            for root in roots:  # after an error reductions may be in flight
-                running(root).iteration.traffic.forget(units)
-                running(root).iteration.hooks.release()
-            for unit in units:
-                gathered = running(unit).gathered
-                if gathered is not None:
-                    gathered.free()
-        finally:
-            before.put_back()
-            put_generators_back()
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
-
-
-def _remember_generators() -> Callable[[], None]:
-    """Return a function that restores the current random states of torch, Python and NumPy."""
-    python, cpu = random.getstate(), torch.random.get_rng_state()
-    numpy: Any = sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy.random.get_state()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device: Any = None if accelerator is None else torch.get_device_module(accelerator.type)
-    of_device = None if device is None else device.get_rng_state()
-
-    def put_back() -> None:
-        random.setstate(python)
-        torch.random.set_rng_state(cpu)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
-        if device is not None:
-            device.set_rng_state(of_device)
-
-    return put_back
-
-
 def _step(
     model: nn.Module, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], Tensor] | None
 ) -> dict[str, Tensor | None]:
@@ -206,7 +127,10 @@ def _step(
             copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return copies[id(tensor)]
 
-    with _trial(model):
+    with trial(model), torch.enable_grad():
+        for unit in units_in(model):
+            set_sync(unit, True)
+            set_all_reduce(unit, True)
         args, kwargs = map_tensors((args, kwargs), copied)
         output = run(*args, **kwargs)
         scalar = _loss_of(output) if loss is None else loss(output)

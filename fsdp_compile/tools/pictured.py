@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..page.picture import Collective, Compute, Difference, Memory, Picture, PicturedGraph, PicturedStep, Storage
+from ..page.picture import Collective, Compute, Difference, Memory, Picture, PicturedGraph, PicturedStep
 from ..passes import GraphRecord, Plan, Prediction
 from ..passes.cost.memory import GraphMemory, saved_by, taken_as, weigh
 from ..passes.cost.owners import RETURNED, Owned, Owners, module_of, owners_of, saved_kinds
@@ -130,7 +130,7 @@ def _memory(predicted: PredictedGraph, owners: Owners, start_s: float) -> Memory
         peak_s=at[peak] if at else start_s,
         peak_at=owners.peak_at if at else "",
         peak_bytes=max(alive, default=0),
-        owners=tuple(Storage(one.name, one.of, one.kind, one.num_bytes) for one in owners.peak),
+        owners=tuple(owners.peak),
     )
 
 

@@ -1,12 +1,19 @@
-"""Format tables in plain text, and the names, dtypes and bytes in them."""
+"""Tables without loss, in plain text or in a terminal, and the names, dtypes and bytes in them.
+
+    collective        took   exposed            gather emb.weight +1
+    ────────────────────────────────    or        took 2.02, exposed 17.28
+    gather emb.w...   2.02     17.28
+
+Where a window is too narrow for the columns, each row is printed as lines instead.
+"""
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,68 +21,120 @@ import torch
 from ..passes.wire.spec import without_use
 
 if TYPE_CHECKING:  # else it is imported in functions, because most programs never print a table
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+    from rich.table import Table
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _NAMES_WIDTH = 44
-ANY_WIDTH = 10_000  # columns
+_LEAST_NAME = 16  # letters of a name in a line; the rest goes on in the next one
+_BETWEEN = 3  # letters between two columns
+WIDTH = 110  # of text; tables are as wide as the terminal, or as they need to be
+_ANY_WIDTH = 10_000  # columns
 
 
-def table(
-    rows: Sequence[Sequence[str]], right: tuple[int, ...] = (), width: int | None = None, wraps: tuple[int, ...] = ()
-) -> list[str]:
+@dataclass(frozen=True)
+class Column:
+    """One column. Its head stands above its cells in a table, or in front of each cell in lines."""
+
+    head: str
+    is_number: bool = True
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that print as a table where there is room, else as lines; the first cell of a row is its name.
+
+    Rich by itself shortens cells to what fits, numbers and names alike, until a column is gone.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    cells: Sequence[Sequence[str]]
+    below: str = ""
+    styles: Sequence[str] = ()  # of the rows
+
+    @property
+    def least_width(self) -> int:
+        """The smallest width at which all columns are whole, except that names may continue on the next line."""
+        from rich.cells import cell_len
+
+        widths = [
+            max(cell_len(column.head), *(cell_len(row[place]) for row in self.cells), 0)
+            for place, column in enumerate(self.columns)
+        ]
+        if not self.columns[0].is_number:
+            widths[0] = min(widths[0], _LEAST_NAME)
+        return sum(widths) + _BETWEEN * (len(widths) - 1) + 2
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.padding import Padding
+        from rich.text import Text
+
+        if self.least_width <= options.max_width:
+            yield self._table()
+        else:
+            yield Text(self.title, style="bold")
+            heads = [column.head for column in self.columns]
+            for row, style in self._styled():
+                name, others = _in_words(heads, row, has_name=not self.columns[0].is_number)
+                yield Text(name, style, overflow="fold")
+                yield Padding(Text(others, style, overflow="fold"), (0, 0, 0, 2))
+            yield Text()
+        if self.below:
+            yield Text(self.below)
+
+    def _table(self) -> Table:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=self.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        for place, column in enumerate(self.columns):
+            is_name = place == 0 and not column.is_number
+            side: JustifyMethod = "right" if column.is_number else "left"
+            table.add_column(column.head, justify=side, no_wrap=not is_name, overflow="fold")
+        for row, style in self._styled():
+            table.add_row(*map(Text, row), style=style)
+        return table
+
+    def _styled(self) -> Iterator[tuple[Sequence[str], str]]:
+        return zip(self.cells, self.styles or [""] * len(self.cells))
+
+
+def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = (), width: int | None = None) -> list[str]:
     """Return lines with aligned columns, those in ``right`` to the right.
 
-    Where lines are wider than ``width``, cells of the columns in ``wraps`` break between words and after dots, and
-    continue on the next line. Nothing is cut.
+    With ``width``, the first of ``rows`` has the heads. Where lines would be wider, each other row is written as words,
+    each cell behind its head. Nothing is cut.
     """
-    from rich.console import Console  # imported here, because most programs never print a table
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for column in range(len(rows[0]) if rows else 0):
-        grid.add_column(justify="right" if column in right else "left", no_wrap=True)
-    for row in _wrapped([[on_one_line(cell) for cell in row] for row in rows], width, wraps):
-        grid.add_row(*map(Text, row))
-    console = Console(width=100_000, color_system=None)
-    with console.capture() as printed:
-        console.print(grid)
-    return [line.rstrip() for line in printed.get().splitlines()]
-
-
-def _wrapped(rows: list[list[str]], width: int | None, wraps: tuple[int, ...]) -> list[list[str]]:
-    """Split each row into as many lines as its tallest cell takes."""
     from rich.cells import cell_len
 
+    rows = [[on_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(*rows)]
-    least = {at: max((cell_len(word) for row in rows for word in _words(row[at])), default=0) for at in wraps}
-    while width is not None and sum(widths) + 2 * len(widths) - 2 > width:
-        wide = [at for at in wraps if widths[at] > least[at]]
-        if not wide:
-            break
-        widths[max(wide, key=widths.__getitem__)] -= 1
-    found = []
-    for row in rows:
-        cells = [_lines(cell, widths[at]) if at in wraps else [cell] for at, cell in enumerate(row)]
-        found += [list(line) for line in itertools.zip_longest(*cells, fillvalue="")]
-    return found
+    if width is not None and sum(widths) + 2 * len(widths) - 2 > width:
+        return [
+            line for row in rows[1:] for line in wrapped(", ".join(_in_words(rows[0], row, has_name=False)), width)
+        ]
+    spaces = [[" " * (size - cell_len(cell)) for cell, size in zip(row, widths)] for row in rows]
+    aligned = [
+        [space + cell if place in right else cell + space for place, (cell, space) in enumerate(zip(row, its))]
+        for row, its in zip(rows, spaces)
+    ]
+    return ["  ".join(row).rstrip() for row in aligned]
 
 
-def _lines(cell: str, width: int) -> list[str]:
-    from rich.cells import cell_len
-
-    lines = [""]
-    for word in _words(cell):
-        if lines[-1] and cell_len((lines[-1] + word).rstrip()) > width:
-            lines.append("")
-        lines[-1] += word
-    return [line.rstrip() for line in lines]
+def _in_words(heads: Sequence[str], row: Sequence[str], has_name: bool) -> tuple[str, str]:
+    """Return a row without columns: its first cell, and the others, each behind its head."""
+    first, *others = [f"{head} {cell}".strip() if cell else "" for head, cell in zip(heads, row)]
+    return row[0] if has_name else first, ", ".join(filter(None, others))
 
 
-def _words(cell: str) -> list[str]:
-    """Return the pieces that do not break: words, and the steps of a path."""
-    return re.findall(r"[^ .]*[ .]|[^ .]+", cell)
+def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
+    """Wrap text between words. Names stay whole, however long they are."""
+    return textwrap.wrap(
+        text, min(width or WIDTH, WIDTH), initial_indent=indent, subsequent_indent=f"{indent}  ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def terminal_width() -> int | None:
@@ -94,7 +153,7 @@ def console_for_output() -> Console:
     from rich.console import Console
 
     console = Console()
-    return console if console.is_terminal else Console(width=ANY_WIDTH)
+    return console if console.is_terminal else Console(width=_ANY_WIDTH)
 
 
 def on_one_line(text: str) -> str:
