@@ -5,6 +5,11 @@ eight configurations train on two ranks, and one of them within three budgets, a
 plan needs and what keeping everything needs. Seconds are those of forward and backward, which a report predicts; the
 optimizer's are in a column of their own. Bytes are the peak of a step above what is held between steps. The machine
 should be quiet.
+
+With `--budgets`, one model trains within four budgets instead, which choose what is gathered again, recomputed or sent
+to the host's memory. FSDP2 trains it as well, its blocks compiled, with and without checkpointing. On the CPU, the
+host's memory is the device's: what is sent there is in the measured bytes, and in the ratio beside them, but not in the
+predicted ones.
 """
 
 from __future__ import annotations
@@ -25,15 +30,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.launch import Outcome, launch
-from benchmarks.predicted_worker import Figures, PredictedJob
+from benchmarks.predicted_worker import CHECKPOINTED, SAVED, Figures, PredictedJob
 from benchmarks.settings import Settings
 from benchmarks.train_step import MALLOC_GIVES_BACK, exit_on_sigterm
+from fsdp_compile.passes.budget.residency import GATHER, MAY, RECOMPUTE
 from fsdp_compile.tools import calibrate
 from fsdp_compile.tools.link import Link, LinkError, check_possible
 
 LOOPBACK, RATE = "loopback", "1gbit"
 _LIMIT_S = 600.0
-_WIDTH = 190
+_WIDTH = 210
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,14 @@ class Configuration:
     reshard: bool | None = None
     budget: str | None = None
     between: float | None = None
+    may: tuple[str, ...] = (GATHER, RECOMPUTE)
+    theirs: str | None = None  # FSDP2 with what it does with activations
 
     def __str__(self) -> str:
         keeps = {None: "gathered again", False: "kept", True: "all gathered again"}[self.reshard]
         keeps = f"budget {self.budget}" if self.budget else keeps
         keeps = f"budget at {self.between:.0%}" if self.between is not None else keeps
+        keeps = f"FSDP2, activations {self.theirs}" if self.theirs else keeps
         return f"dim {self.dim}, {self.layers} layers, {self.batch} x {self.seq}, {self.over}, {keeps}"
 
 
@@ -68,12 +77,19 @@ CONFIGURATIONS = (
     *(Configuration(512, 6, 4, 256, over=RATE, between=share) for share in (0.2, 0.5, 0.8)),
 )
 
+_BUDGETS = 0.0, 0.3, 0.6, 1.0
+WITHIN = (
+    *(Configuration(512, 6, 4, 256, between=share, may=MAY) for share in _BUDGETS),
+    *(Configuration(512, 6, 4, 256, theirs=how) for how in (SAVED, CHECKPOINTED)),
+)
+
 
 def main() -> int:
     options = _parse(sys.argv[1:])
     exit_on_sigterm()
     console = Console(width=max(_WIDTH, Console().width))
-    chosen = [CONFIGURATIONS[number - 1] for number in options.only] if options.only else list(CONFIGURATIONS)
+    known = WITHIN if options.budgets else CONFIGURATIONS
+    chosen = [known[number - 1] for number in options.only] if options.only else list(known)
     settings = Settings(steps=options.steps)
     usable = sorted(os.sched_getaffinity(0))
     cores = tuple(usable[rank % len(usable)] for rank in range(settings.ranks))
@@ -120,6 +136,8 @@ def _run(
             reshard=one.reshard,
             budget=one.budget,
             between=one.between,
+            may=one.may,
+            theirs=one.theirs,
         )
         outcome = launch(
             "benchmarks.predicted_worker",
@@ -140,7 +158,7 @@ def grid_of(title: str) -> Table:
     grid.add_column("configuration", no_wrap=True)
     for heading in ("kept", "again", "predicted s", "waiting", "measured s", "ratio", "of processor s", "optimizer s"):
         grid.add_column(heading, justify="right")
-    for heading in ("predicted MB", "measured MB", "ratio", "budget MB", "of it"):
+    for heading in ("predicted MB", "on the host", "measured MB", "ratio", "budget MB", "of it"):
         grid.add_column(heading, justify="right")
     return grid
 
@@ -161,15 +179,17 @@ def add_row(grid: Table, one: object, outcome: Outcome) -> None:
         str(one),
         str(ranks[0].num_kept),
         str(ranks[0].num_recomputed),
-        f"{predicted_s:.3f}",
-        f"{max(rank.predicted_exposed_s for rank in ranks):.3f}",
+        f"{predicted_s:.3f}" if predicted_s else "-",
+        f"{max(rank.predicted_exposed_s for rank in ranks):.3f}" if predicted_s else "-",
         f"{step_s:.3f}",
-        f"{predicted_s / step_s:.2f}",
+        f"{predicted_s / step_s:.2f}" if predicted_s else "-",
         f"{max(statistics.median(rank.cpu_s) for rank in ranks):.3f}",
         f"{optimizer_s:.3f}",
-        f"{predicted_bytes / 1e6:.1f}",
+        f"{predicted_bytes / 1e6:.1f}" if predicted_s else "-",
+        f"{ranks[0].offloaded_bytes / 1e6:.1f}",
         f"{peak_bytes / 1e6:.1f}",
-        f"{predicted_bytes / peak_bytes:.2f}" if peak_bytes else "-",  # 0 for a model smaller than a page
+        # On the CPU both are in one memory. 0 bytes are less than a page.
+        f"{(predicted_bytes + ranks[0].offloaded_bytes) / peak_bytes:.2f}" if peak_bytes and predicted_s else "-",
         "-" if budget_bytes is None else f"{budget_bytes / 1e6:.1f}",
         "-" if budget_bytes is None else f"{peak_bytes / budget_bytes:.2f}",
     )
@@ -183,6 +203,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     numbers = range(1, 1 + len(CONFIGURATIONS))
     parser.add_argument("--only", type=int, nargs="+", choices=numbers, metavar="N", help="these configurations alone")
+    parser.add_argument("--budgets", action="store_true", help="one model within four budgets, beside FSDP2")
     parser.add_argument("--steps", type=int, default=9, help="that are timed; default: %(default)s")
     parser.add_argument("--profile", metavar="FILE", help="of this machine and wire, in place of measuring it")
     return parser.parse_args(arguments)

@@ -16,18 +16,24 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compile
 from benchmarks.settings import Job
+from benchmarks.variants import VARIANTS, Forward
 from benchmarks.worker_process import Progress, finish, join_group, prime_compiler
 from benchmarks.workload import batch_of, blocks, build_model, loss_of, optimizer_for
-from fsdp_compile.passes.budget.residency import KEPT
+from fsdp_compile.passes import Plan
+from fsdp_compile.passes.budget.residency import GATHER, KEPT, RECOMPUTE
+from fsdp_compile.passes.cost.predicted import Prediction
 from fsdp_compile.profiling.session import Profile
 from fsdp_compile.tools.memory import PeakMeter
 
 # The parent has malloc give back what is freed. Weighing needs that, and it would slow timing down. So before the timed
 # steps, malloc gets the thresholds that it would adapt to by itself in a process that frees large tensors.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB, _LARGE = -1, -3, -6, 32 << 20
+
+SAVED, CHECKPOINTED = "saved", "checkpointed"  # what FSDP2 does with activations
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class PredictedJob(Job):
     reshard: bool | None = None
     budget: str | None = None
     between: float | None = None  # a budget at this share of the way from the least plan to keeping everything
+    may: tuple[str, ...] = (GATHER, RECOMPUTE)  # what a budget chooses
+    theirs: str | None = None  # FSDP2, which predicts nothing, and what it does with activations
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Figures:
     peak_bytes: list[int]
     num_kept: int
     num_recomputed: int
+    offloaded_bytes: int
     budget_bytes: int | None  # above what is held between steps
     losses: list[float]  # of all steps in which the optimizer ran
     planned: dict[str, int]  # launches of a step, by kind
@@ -67,14 +76,8 @@ def measure(job: PredictedJob, rank: int, progress: Progress) -> Figures:
     settings = job.settings
     prime_compiler(settings.device)
     model, tokens = build_model(settings), batch_of(settings, rank)
-    for block in blocks(model):
-        fsdp_compile.fully_shard(block, mesh=mesh, reshard_after_forward=job.reshard)
-    fsdp_compile.fully_shard(model, mesh=mesh, reshard_after_forward=job.reshard)
-    if job.budget is not None or job.between is not None:
-        budget = job.budget if job.between is None else _between(model, tokens, job)
-        fsdp_compile.configure(model, memory_budget=budget, profile=job.profile)
+    forward = _theirs(model, mesh, job) if job.theirs else _ours(model, mesh, tokens, job)
     optimizer = optimizer_for(model.parameters(), settings)
-    forward = partial(loss_of, torch.compile(model, fullgraph=True))
     losses: list[float] = []
     stack = contextlib.ExitStack()
     profiled = stack.enter_context(_profile(model, job)) if job.traces else None
@@ -95,11 +98,7 @@ def measure(job: PredictedJob, rank: int, progress: Progress) -> Figures:
         return middle - begun, cpu_s, ended - middle
 
     progress("first step")
-    with fsdp_compile.inspect(model) as report:
-        step()
-    predicted, plan = report.joint.predict(job.profile), report.joint.plan
-    planned = Counter(launch.kind for graph in report.graphs for launch in graph.launches)
-    del report
+    predicted, plan, planned = _first_step(model, step, job)
     progress("weighed steps")
     peaks = _weigh(settings.device, lambda: forward(tokens).backward(), lambda: optimizer.zero_grad(set_to_none=True))
     progress("warm-up")
@@ -115,21 +114,51 @@ def measure(job: PredictedJob, rank: int, progress: Progress) -> Figures:
     progress("recorded steps")
     recorded, summary = _recorded(stack, profiled, step) if profiled is not None else ({}, "")
     return Figures(
-        predicted.seconds,
-        predicted.exposed_s,
-        predicted.peak_bytes - predicted.held_bytes,
+        predicted.seconds if predicted else 0.0,
+        predicted.exposed_s if predicted else 0.0,
+        predicted.peak_bytes - predicted.held_bytes if predicted else 0,
         [step_s for step_s, _, _ in seconds],
         [cpu_s for _, cpu_s, _ in seconds],
         [optimizer_s for _, _, optimizer_s in seconds],
         peaks,
         len(plan.keep),
         len(plan.recompute),
-        None if plan.choice is None else plan.choice.budget_bytes - predicted.held_bytes,
+        plan.choice.chosen.offloaded_bytes if plan.choice else 0,
+        plan.choice.budget_bytes - predicted.held_bytes if plan.choice and predicted else None,
         losses,
         dict(planned),
         recorded,
         summary,
     )
+
+
+def _ours(model: nn.Module, mesh: DeviceMesh, tokens: Tensor, job: PredictedJob) -> Forward:
+    for block in blocks(model):
+        fsdp_compile.fully_shard(block, mesh=mesh, reshard_after_forward=job.reshard)
+    fsdp_compile.fully_shard(model, mesh=mesh, reshard_after_forward=job.reshard)
+    if job.budget is not None or job.between is not None:
+        budget = job.budget if job.between is None else _between(model, tokens, job)
+        fsdp_compile.configure(model, memory_budget=budget, profile=job.profile, may=job.may)
+    return partial(loss_of, torch.compile(model, fullgraph=True))
+
+
+def _theirs(model: nn.Module, mesh: DeviceMesh, job: PredictedJob) -> Forward:
+    if job.theirs == CHECKPOINTED:  # each block, which is compiled inside
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return VARIANTS["fsdp2_blocks"].setup(model, mesh, job.settings)
+
+
+def _first_step(
+    model: nn.Module, step: Callable[[], object], job: PredictedJob
+) -> tuple[Prediction | None, Plan, Counter[str]]:
+    """Take the first step; return what its report predicts, its plan, and its launches by kind."""
+    if job.theirs:
+        step()
+        return None, Plan("joint"), Counter()
+    with fsdp_compile.inspect(model) as report:
+        step()
+    launches = Counter(launch.kind for graph in report.graphs for launch in graph.launches)
+    return report.joint.predict(job.profile), report.joint.plan, launches
 
 
 def _profile(model: nn.Module, job: PredictedJob) -> Profile:
@@ -160,7 +189,7 @@ def _recorded(
 def _between(model: nn.Module, tokens: Tensor, job: PredictedJob) -> int:
     """Return the budget in bytes, from the candidates that are tried for a budget into which nothing fits."""
     assert job.between is not None
-    fsdp_compile.configure(model, memory_budget=1, profile=job.profile)
+    fsdp_compile.configure(model, memory_budget=1, profile=job.profile, may=job.may)
     with fsdp_compile.inspect(model) as report, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), tokens).backward()

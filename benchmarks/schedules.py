@@ -1,7 +1,8 @@
 """`python -m benchmarks.schedules`: our schedule beside FSDP2's, both replayed on GPUs that nobody has to have.
 
 FSDP2 packs a unit into one bucket, gathers that, and copies each parameter out of it; gradients are packed likewise.
-Both columns are forecasts of one compiled step by `fsdp-compile plan`: they differ in buckets and copies alone.
+Both columns are forecasts of one compiled step by `fsdp-compile plan`: they differ in buckets and copies alone. The
+stacked matrices of Mixtral's 8 experts are sharded over their rows: over 64 ranks, 8 experts are padded to 64.
 
 With `--within-memory`, no row is checkpointed, and its batch is doubled until it does not fit. Then the row says what a
 budget of the whole memory makes of it, where gathers, recomputation and offloading are chosen among, and what FSDP2
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,9 +26,12 @@ from unittest import mock
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import fx
+from torch import fx, nn
+from torch.distributed.tensor import Shard
 
+from fsdp_compile import auto_shard
 from fsdp_compile._torch_compat.process_groups import pretended_world
+from fsdp_compile.forecast import joint
 from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, Hardware, Planner
 from fsdp_compile.forecast.joint import FULL, NONE
 from fsdp_compile.forecast.target import find_target
@@ -81,10 +86,15 @@ def forecast(row: Row, **said: Any) -> Forecast:
         num_ranks *= size
     hardware = Hardware(profile, profile.memory_bytes, num_ranks, "bf16", "adamw")
     configuration = Configuration(row.mesh, row.batch, row.sequence, row.checkpointing, **said)
-    with warnings.catch_warnings(), pretended_world(num_ranks, "nccl"):
+    sharded = functools.partial(auto_shard, shard_placement_fn=_experts_by_rows)
+    with warnings.catch_warnings(), pretended_world(num_ranks, "nccl"), mock.patch.object(joint, "auto_shard", sharded):
         warnings.simplefilter("ignore")
         made = find_target(str(_CONFIGS / f"{row.model}.json")).make(row.batch, row.sequence)
         return Planner(made, configuration, hardware).forecast()
+
+
+def _experts_by_rows(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.dim() == 3 else None
 
 
 @contextlib.contextmanager

@@ -46,12 +46,13 @@ def in_session(session: int) -> list[int]:
 
 
 class AnonymousPeak(AbstractContextManager["AnonymousPeak"]):
-    """How many bytes this process holds at most inside the block, above what it held before; mapped files are not in it.
+    """How many bytes this process holds at most inside the block, above what it held before; mapped files are apart.
 
     Another process looks twice a millisecond, so what the block does is not held up, and short peaks are seen.
     """
 
     num_bytes = 0
+    num_file_bytes = 0  # of the pages of mapped files
 
     def __enter__(self) -> AnonymousPeak:
         gc.collect()
@@ -63,22 +64,23 @@ class AnonymousPeak(AbstractContextManager["AnonymousPeak"]):
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._looks.stdout is not None
-        self._before = int(self._looks.stdout.readline())
+        self._before = [int(figure) for figure in self._looks.stdout.readline().split()]
         return self
 
     def __exit__(self, *error: object) -> None:
-        peak, _ = self._looks.communicate("")
-        self.num_bytes = int(peak) - self._before
+        peaks, _ = self._looks.communicate("")
+        self.num_bytes, self.num_file_bytes = (int(peak) - before for peak, before in zip(peaks.split(), self._before))
 
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _LOOKS = """
 import re, select, sys
 def look():
-    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", open(f"/proc/{sys.argv[1]}/status").read())[1])
-peak = look()
-print(peak, flush=True)
+    said = open(f"/proc/{sys.argv[1]}/status").read()
+    return [1024 * int(re.search(name + r":\\s+(\\d+)", said)[1]) for name in ("RssAnon", "RssFile")]
+peaks = look()
+print(*peaks, flush=True)
 while not select.select([sys.stdin], [], [], 0.0005)[0]:
-    peak = max(peak, look())
-print(max(peak, look()))
+    peaks = [*map(max, peaks, look())]
+print(*map(max, peaks, look()))
 """

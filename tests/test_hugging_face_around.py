@@ -20,6 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import fsdp_compile
+from benchmarks.loading import larger_than_memory
 from fsdp_compile import fully_shard, load_pretrained, save_pretrained
 from fsdp_compile.fsdp1 import FullyShardedDataParallel
 from fsdp_compile.fsdp1.wrap import ModuleWrapPolicy
@@ -276,3 +277,16 @@ def test_a_kill_while_saving_leaves_what_was_there_or_nothing_that_loads(
         load_pretrained(made("llama", seed=2), path)
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         transformers.LlamaForCausalLM.from_pretrained(path)
+
+
+def test_one_of_many_ranks_holds_and_maps_its_rows_alone() -> None:
+    sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=4, use_cache=False)
+    small = {**sizes, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64}
+    larger_than_memory(transformers.LlamaConfig(**small, num_hidden_layers=1), num_ranks=2)  # imports what it needs
+    part = larger_than_memory(config, num_ranks=64)
+    assert part.is_right
+    assert part.folder_bytes > 64 * 0.99 * part.shard_bytes
+    slack = 5 << 20  # less than a quarter of a matrix of an MLP
+    assert 0.99 * part.shard_bytes < part.anonymous_bytes < part.shard_bytes + slack
+    assert part.mapped_bytes < part.shard_bytes + slack
