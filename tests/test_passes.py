@@ -104,7 +104,7 @@ class Builder:
     def unshard(self, shard: fx.Node, its_spec: ParamSpec, reader: str = "") -> fx.Node:
         node = self.call(markers.unshard, shard, **its_spec.kwargs())
         if reader:
-            node.meta["nn_module_stack"] = {"1": (f"L['self'].{reader}", torch.nn.Linear)}
+            node.meta["nn_module_stack"] = {reader: (f"L['self'].{reader}", torch.nn.Linear)}
         return node
 
     def reduce(self, grad: fx.Node, its_spec: ParamSpec, of: fx.Node | None = None) -> fx.Node:
@@ -635,7 +635,7 @@ def units_reduced(*specs: ParamSpec) -> str:
         grows = its_spec.size != tuple(x.meta["val"].shape)
         x = b.call(torch.ops.aten.cat.default, [x, x]) if grows else b.call(torch.ops.aten.relu.default, x)
         reduced.append(b.reduce(x, its_spec))
-        reduced[-1].meta["nn_module_stack"] = {"1": (f"L['self'].layers.{layer}.up", torch.nn.Linear)}
+        reduced[-1].meta["nn_module_stack"] = {f"layers.{layer}.up": (f"L['self'].layers.{layer}.up", torch.nn.Linear)}
     return ordered(b.output(*reduced))
 
 
