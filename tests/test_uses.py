@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -19,22 +20,25 @@ _Run = Callable[..., Tensor]
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    """Has a layer inside, and perhaps a parameter of its own."""
+
+    def __init__(self, own: bool) -> None:
         super().__init__()
         self.inner = nn.Linear(64, 64, bias=False)
+        self.scale = nn.Parameter(torch.ones(64)) if own else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x)) + x
+        return torch.tanh(self.inner(x)) + (x if self.scale is None else x * self.scale)
 
 
 class Model(nn.Module):
     """Calls three blocks as it is told to, between two layers of its own."""
 
-    def __init__(self, order: _Run) -> None:
+    def __init__(self, order: _Run, own: bool) -> None:
         super().__init__()
         self.order = order
         self.first, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(own) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.order(self.first(x), *self.blocks))  # type: ignore[no-any-return]
@@ -56,8 +60,10 @@ ORDERS: dict[str, _Run] = {
 }
 
 
-def _sharded(order: _Run, reshard: bool | int, inside: bool = False, frozen: bool = False) -> nn.Module:
-    model = Model(order)
+def _sharded(
+    order: _Run, reshard: bool | int, inside: bool = False, frozen: bool = False, own: bool = False
+) -> nn.Module:
+    model = Model(order, own)
     model.blocks[0].requires_grad_(not frozen)
     for block in model.blocks:
         if inside:
@@ -101,6 +107,15 @@ def test_so_they_do_if_one_graph_has_two_forwards(reshard: bool) -> None:
     _assert_same(_sharded(ORDERS["in turns"], reshard), lambda model: model(x).sum() + model(x + 1).pow(2).sum())
 
 
+def test_so_they_do_if_nothing_is_between_two_uses_of_a_unit() -> None:
+    """Each forward of an outermost unit is a use: its second gather is launched when its first is freed, or reduced."""
+    model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), reshard_after_forward=True)
+    x = torch.ones(2, 64, requires_grad=True)
+    launches = _assert_same(model, lambda model: model(model(x)).sum())
+    kinds = [kind for kind, *_ in launches[launches.index(("backward",)) + 1 :]]
+    assert [kind for kind, _ in groupby(kinds)] == ["gather", "reduce", "gather", "reduce"]
+
+
 def test_a_use_ends_where_another_unit_begins() -> None:
     launches = _assert_same(_sharded(ORDERS["in a row and in turns"], reshard=True), lambda m: m(torch.ones(2, 64)).sum())
     a, b = ("gather", "blocks.0.inner.weight"), ("gather", "blocks.1.inner.weight")
@@ -116,9 +131,11 @@ def test_a_kept_unit_is_gathered_once_and_reduced_for_each_use() -> None:
     assert launches.count(("reduce", "blocks.0.inner.weight")) == 2
 
 
-def test_a_unit_inside_one_that_goes_on_has_a_use_for_each_call() -> None:
-    """An outer unit with nothing but an inner one has no parameters left, and each call of it is one of the inner."""
-    launches = _assert_same(
-        _sharded(lambda x, a, b, c: a(a(x)), reshard=True, inside=True), lambda model: model(torch.ones(2, 64)).sum()
-    )
+@pytest.mark.parametrize("has_own", [True, False])
+def test_a_unit_inside_one_that_goes_on_goes_on_as_well(has_own: bool) -> None:
+    def twice(x: Tensor, a: Any, b: Any, c: Any) -> Tensor:
+        return a(a(x))  # type: ignore[no-any-return]
+
+    model = _sharded(twice, reshard=True, inside=True, own=has_own)
+    launches = _assert_same(model, lambda model: model(torch.ones(2, 64)).sum())
     assert launches.count(("reduce", "blocks.0.inner.weight")) == 1

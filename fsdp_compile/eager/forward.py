@@ -89,14 +89,14 @@ def _call_of(run: Running) -> Call:
     gathered = run.current()
     gathered.free_if_stale()
     call = run.shared_call
-    if call is not None and not _goes_on(call, gathered):
-        call = None
+    if call is not None and _goes_on(call, gathered):
+        run.iteration.goes_on(call)
+        return call
     if run.unit.params:  # else it is no part of the schedule
-        run.iteration.end_calls(but=call)
-    if call is None:
-        call = run.shared_call = Call(run, gathered)
-        run.not_run_yet = set(run.unit.modules)
-    return call
+        run.iteration.end_calls()
+    run.not_run_yet = set(run.unit.modules)
+    run.shared_call = Call(run, gathered)
+    return run.shared_call
 
 
 def _goes_on(call: Call, gathered: Gathered) -> bool:

@@ -246,12 +246,18 @@ class Iteration:
         """Note that a forward of the call has ended. If the unit's next one comes at once, it shares the call."""
         self._ended.append(call)
 
-    def end_calls(self, but: Call | None = None) -> None:
-        """Free or keep the parameters of calls whose forwards have ended, but for the call that goes on."""
+    def goes_on(self, call: Call) -> None:
+        """Note that a forward shares a call. If it comes at once, the calls of units inside may go on as well."""
+        if call in self._ended:
+            self._ended.remove(call)
+        else:  # of a unit with modules that had yet to run: those of other units have run since
+            self.end_calls()
+
+    def end_calls(self) -> None:
+        """Free or keep the parameters of calls whose forwards have ended."""
         ended, self._ended = self._ended, []
         for call in ended:
-            if call is not but:
-                self._end(call)
+            self._end(call)
 
     def _end(self, call: Call) -> None:
         run, unit = call.run, call.unit

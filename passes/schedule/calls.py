@@ -3,9 +3,9 @@
     calls                    a   a   b   a   b            Dynamo counts the calls of each module
     uses                     a   .   b   a@2 b@2          a call that follows one of the same unit goes on with its use
 
-A use is gathered and reduced by itself, as on the eager path, and another unit's forward ends it. A unit that is called
-inside the second use of another one is named so: ``outer@2.inner``. In the outermost unit, whose buckets come one by
-one, each bucket that is read for the first time ends the uses of others as well.
+A use is gathered and reduced by itself, as on the eager path, and the begin of another unit's use ends it. A unit that
+is called inside the second use of another one is named so: ``outer@2.inner``; ``@2`` is that of the model itself. In
+the outermost unit, whose buckets come one by one, each bucket that is read for the first time ends the uses of others.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def _begin(running: Sequence[_Call], units: Iterable[_Unit], times: Counter[str]
             if around is None and unit.use:  # nothing goes on from one forward of the outermost unit to the next
                 for one in units:
                     one.has_ended, one.not_run_yet = True, set()
+            goes_on_at_once = bool(unit.use) and not unit.has_ended and not unit.not_run_yet
             if unit.has_ended or not unit.use:
                 paths = [_inside(path, around) for path in unit.members]
                 name = ", ".join(paths)
@@ -115,7 +116,8 @@ def _begin(running: Sequence[_Call], units: Iterable[_Unit], times: Counter[str]
             unit.call, unit.has_ended = call, False
             unit.begun.add(call)
             unit.not_run_yet.discard(call.member)
-            _end_others(units, running[: depth + 1])
+            if not goes_on_at_once:
+                _end_others(units, running[: depth + 1])
         around = unit
 
 
@@ -128,6 +130,8 @@ def _end_others(units: Iterable[_Unit], running: Sequence[_Call]) -> None:
 def _inside(path: str, around: _Unit | None) -> str:
     """Return a unit's path, behind the name of the use that calls it."""
     for member, used in zip(around.members, around.path.split(", ")) if around is not None else ():
-        if member and path.startswith(f"{member}."):
+        if not member:  # the model itself
+            return f"{used}.{path}" if used else path
+        if path.startswith(f"{member}."):
             return used + path[len(member) :]
     return path

@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import Protocol
 
 from ..ir.plan import Bucket, Plan
-from ..wire.spec import ParamSpec
+from ..wire.spec import ParamSpec, without_use
 from .buckets import gather_buckets, reduce_buckets
 from .neighbours import with_neighbours
 from .uses import Turn, Use, by_unit, units_around
@@ -54,7 +54,7 @@ def launches(
         stage=stage,
         gathers=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in gathered),
         reduces=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in reduced),
-        order=_order(gathered, [place for place, _ in reduced], found, lookahead),
+        order=_order(gathered, reduced, found, lookahead),
         lookahead=lookahead,
     )
 
@@ -95,27 +95,34 @@ def _placed_reductions(uses: Sequence[Use]) -> list[tuple[int, Bucket]]:
 
 
 def _order(
-    gathers: Sequence[tuple[int, Bucket]], computed: Sequence[int], found: Sequence[int], lookahead: int
+    gathers: Sequence[tuple[int, Bucket]], reduces: Sequence[tuple[int, Bucket]], found: Sequence[int], lookahead: int
 ) -> tuple[tuple[str, int], ...]:
     """Return every launch in one order: a unit's gathers where the unit before it begins, reductions when ready.
 
-    ``found`` says where units begin that are gathered already.
+    On the eager path, all uses of a unit have one memory: a use is gathered when the one before it is reduced, or where
+    it begins if it follows that at once. ``found`` says where units begin that are gathered already.
     """
+    reduced = {bucket.unit: place for place, bucket in reduces}  # the last of each unit's
     begins: list[int] = []  # of each unit in turn: where it is first read
-    turns: list[int] = []  # of each gather
+    free: dict[str, tuple[int, int]] = {}  # of units gathered before: where their memory is free again
+    events: list[tuple[int, int, str, int]] = []
+    before, launched = "", (-1, 0)
     for index, (place, bucket) in enumerate(gathers):
-        if index == 0 or bucket.unit != gathers[index - 1][1].unit:
+        unit = without_use(bucket.unit)
+        if bucket.unit != before:
+            earlier = sorted([*begins, *(found_at for found_at in found[1:] if found_at < place)])
+            if begins or len(earlier) >= lookahead:  # else with the graph begins what it reads first
+                launched = max(launched, (earlier[max(0, len(earlier) - lookahead)], 0))
+            if unit == without_use(before):
+                launched = max(launched, (place, 0))
+            if free.get(unit, launched) < (place, 2):  # else it computes both uses before it reduces one
+                launched = max(launched, free.get(unit, launched))
             begins.append(place)
-        turns.append(len(begins) - 1)
-
-    def launched_at(turn: int) -> int:
-        before = sorted([*begins[:turn], *(place for place in found[1:] if place < begins[turn])])
-        # With the graph begins what it reads first.
-        first = turn == 0 and len(before) < lookahead
-        return -1 if first else before[max(0, len(before) - lookahead)]
-
-    events = [(launched_at(turn), 0, "gather", index) for index, turn in enumerate(turns)]
-    events += [(place, 1, "reduce", index) for index, place in enumerate(computed)]
+            before = bucket.unit
+            if bucket.unit in reduced:
+                free[unit] = reduced[bucket.unit], 2
+        events.append((*launched, "gather", index))
+    events += [(place, 1, "reduce", index) for index, (place, _) in enumerate(reduces)]
     return tuple((kind, index) for _, _, kind, index in sorted(events))
 
 

@@ -56,7 +56,8 @@ def units_around(units: Collection[str]) -> dict[str, list[str]]:
     around = {}
     for unit in units:
         steps = _path_of(unit).split(", ")[0].split(".")
-        paths = [".".join(steps[:length]) for length in range(len(steps))] if steps != [""] else []
+        first = 1 if steps[0].startswith("@") else 0  # that use of the model itself is around
+        paths = [".".join(steps[:length]) for length in range(first, len(steps))] if steps != [""] else []
         around[unit] = [*dict.fromkeys(outer for path in paths for outer in at.get(path, ()))]
     return around
 

@@ -15,7 +15,7 @@ from .. import _torch_compat as compat
 from .layout import ShardLayout
 
 NAMESPACE = "fsdpc"
-_USE = re.compile(r"@\d+(?=[.,:]|$)")
+_USE = re.compile(r"(?:^|(?<=:))@\d+\.?|@\d+(?=[.,:]|$)")
 
 library = torch.library.Library(NAMESPACE, "DEF")
 
