@@ -90,6 +90,7 @@ def _assert_same(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[tuple[
     return eager
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("order", [pytest.param(order, id=name) for name, order in ORDERS.items()])
 def test_eager_and_compiled_steps_launch_the_same(order: _Run) -> None:
     _assert_same(_sharded(order, reshard=True), lambda model: model(torch.ones(2, 64)).sum())
