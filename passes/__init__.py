@@ -1,6 +1,6 @@
 """The compiler half: passes over FX graphs. They know torch, and nothing of ``nn.Module`` or the rest of fsdp_compile.
 
-    joint graph            merge    leave one marker for each parameter
+    joint graph            merge    leave one marker for each use of a parameter
                            slices   where a slice is kept for backward, put it between the gather and its readers
                            parts    have backward recompute what an all-gather extension makes of gathered tensors
                            chosen_slices  like slices, where the plan keeps a slice to meet a memory budget
@@ -20,7 +20,7 @@ The lists that run are in manager.py. A folder imports from those above it:
 
     wire       how a parameter lies in its shard and in a bucket; the programs of collectives; the record of launches
     ir         the two marker ops, their names, the plan, questions about nodes
-    schedule   buckets, what backward gathers again, the plan of a joint graph          ranks   what ranks compare
+    schedule   uses of units, buckets, what backward gathers again, the plan of a joint graph   ranks   what ranks compare
     cost       seconds and bytes of a graph, without running it: roofline, fusion, memory, replay, verdicts
     apply      the passes above
     budget     with a memory budget: the candidates, a trial of each, and the best of them
