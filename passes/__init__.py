@@ -20,7 +20,7 @@ The lists that run are in manager.py. A folder imports from those above it:
 
     wire       how a parameter lies in its shard and in a bucket; the programs of collectives; the record of launches
     ir         the two marker ops, their names, the plan, questions about nodes
-    schedule   uses of units, buckets, what backward gathers again, the plan of a joint graph   ranks   what ranks compare
+    schedule   uses, buckets, what backward gathers again, the plan of a joint graph    ranks   what ranks compare
     cost       seconds and bytes of a graph, without running it: roofline, fusion, memory, replay, verdicts
     apply      the passes above
     budget     with a memory budget: the candidates, a trial of each, and the best of them
