@@ -72,9 +72,9 @@ def _sharded(
     return fully_shard(model)
 
 
-def _launches(run: Callable[[], Tensor]) -> list[tuple[str, ...]]:
+def _launches(run: Callable[[], Tensor], groups: bool = False) -> list[tuple[str, ...]]:
     for _ in range(2):  # in the first step, the eager path does not know what comes next
-        with heard() as found:
+        with heard(groups) as found:
             loss = run()
             found.append(("backward",))
             loss.backward()
@@ -124,6 +124,16 @@ def test_a_use_ends_where_another_unit_begins() -> None:
     assert [one for one in forward if one in (a, b)] == [a, b, a]
     assert [one for one in backward if one in (a, b)] == [a, b, a]
     assert backward.count(("reduce", "blocks.0.inner.weight")) == 2
+
+
+def test_each_use_gathers_from_slices_in_backward_alone() -> None:
+    model = _sharded(ORDERS["in turns"], reshard=2)
+    loss = torch.compile(lambda model: model(torch.ones(2, 64)).sum(), backend="passes", fullgraph=True)
+    eager = _launches(lambda: model(torch.ones(2, 64)).sum(), groups=True)
+    assert _launches(lambda: loss(model), groups=True) == eager
+    backward = eager.index(("backward",))
+    assert {group for _, group in eager[:backward]} == {"0"}
+    assert len([group for kind, group in eager[backward + 1 :] if kind == "all_gather" and group != "0"]) == 4
 
 
 def test_a_kept_unit_is_gathered_once_and_reduced_for_each_use() -> None:

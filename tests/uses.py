@@ -112,10 +112,10 @@ def _told_apart(uses: Sequence[Use]) -> list[Use]:
 
 
 @contextmanager
-def heard() -> Iterator[list[tuple[str, ...]]]:
-    """Yield a list to which each collective is added when it runs: its kind, and the names of its parameters."""
+def heard(groups: bool = False) -> Iterator[list[tuple[str, ...]]]:
+    """Yield a list to which each collective is added when it runs: its kind, and its parameters; or its group."""
     found: list[tuple[str, ...]] = []
-    ledger.hear = lambda entry: found.extend(_sent(entry))
+    ledger.hear = lambda entry: found.extend(_groups(entry) if groups else _sent(entry))
     try:
         yield found
     finally:
@@ -132,6 +132,11 @@ def _sent(entry: Issued | Called) -> Iterator[tuple[str, ...]]:
     for kind, *fqns in sent:
         if kind != "all_reduce":  # over replicas: a part of the reduction before it
             yield "gather" if kind == "all_gather" else "reduce", *map(without_use, fqns)
+
+
+def _groups(entry: Issued | Called) -> list[tuple[str, ...]]:
+    sent = entry.text.launches if isinstance(entry, Called) else [entry]
+    return [(one.kind, one.group) for one in sent]
 
 
 def launched(plan: Plan) -> list[tuple[str, ...]]:

@@ -65,9 +65,10 @@ def leave_backward(call: Call) -> None:
     call.left_in = autograd.backward_task()
     run.in_backward.discard(call)
     call.forget_reads()
-    stays = call.unit.keeps or not (call.unit.regather or call.is_last_in_backward)
+    is_last = call.is_last_in_backward
+    stays = call.unit.keeps or not (call.unit.regather or is_last)
     if not run.in_backward and not stays and not run.iteration.creates_graph:
-        call.gathered.free()
+        call.gathered.free(and_slices=is_last)
 
 
 def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> DTensor | None:

@@ -187,7 +187,7 @@ class Gathered:
             self._in_flight.append(Flight(bucket, lambda: [extension.land()], extension.drop))
             extension.launch()
             return
-        is_cut = self._slices.keys() >= {*bucket}
+        is_cut = self._slices.keys() >= {*bucket} and autograd.backward_task() is not None
         sources = [self._slices[one] if is_cut else self._source(one) for one in bucket]
         specs = [inner_spec(self.specs[one]) if is_cut else self.specs[one] for one in bucket]
         call = self._caller(bucket, specs)
@@ -212,10 +212,11 @@ class Gathered:
             self.wait([self.buckets[self.bucket_of[index]]])
         return self.fulls[index]
 
-    def free(self) -> None:
+    def free(self, and_slices: bool = True) -> None:
         """Free the storages, after waiting for a gather that is in flight."""
         self.drop()
-        self._slices = {}
+        if and_slices:
+            self._slices = {}
         self._give_back(self._here)
         self._here = set()
 
@@ -314,8 +315,6 @@ class Gathered:
         except BaseException:
             self.drop()
             raise
-        for index in self._slices.keys() & self._here:
-            del self._slices[index]
 
     def _keep(self, arrived: Mapping[int, Tensor]) -> None:
         """Keep parameters that were gathered the first time, and copy those gathered again into their old storages."""
