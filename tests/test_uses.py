@@ -31,6 +31,17 @@ class Block(nn.Module):
         return torch.tanh(self.inner(x)) + (x if self.scale is None else x * self.scale)
 
 
+class Recursive(Block):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__(own=True)
+
+    def forward(self, x: Tensor, times: int = 0) -> Tensor:
+        x = super().forward(x)
+        return self(x, times - 1) if times else x  # type: ignore[no-any-return]
+
+
 class Model(nn.Module):
     """Calls three blocks as it is told to, between two layers of its own."""
 
@@ -61,7 +72,7 @@ ORDERS: dict[str, _Run] = {
 
 
 def _sharded(
-    order: _Run, reshard: bool | int, inside: bool = False, frozen: bool = False, own: bool = False
+    order: _Run, reshard: bool | int, inside: bool = False, frozen: bool = False, own: bool = False, root: Any = None
 ) -> nn.Module:
     model = Model(order, own)
     model.blocks[0].requires_grad_(not frozen)
@@ -69,7 +80,7 @@ def _sharded(
         if inside:
             fully_shard(block.inner)
         fully_shard(block, reshard_after_forward=reshard)
-    return fully_shard(model)
+    return fully_shard(model, reshard_after_forward=root)
 
 
 def _launches(run: Callable[[], Tensor], groups: bool = False) -> list[tuple[str, ...]]:
@@ -102,10 +113,33 @@ def test_so_they_do_with_other_settings(name: str, options: dict[str, Any]) -> N
     _assert_same(_sharded(ORDERS[name], **options), lambda model: model(torch.ones(2, 64)).sum())
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_so_they_do_if_one_graph_has_two_forwards(reshard: bool) -> None:
+def test_so_they_do_if_one_graph_has_two_forwards() -> None:
     x = torch.ones(2, 64)
-    _assert_same(_sharded(ORDERS["in turns"], reshard), lambda model: model(x).sum() + model(x + 1).pow(2).sum())
+    model = _sharded(ORDERS["in turns"], reshard=True, root=True)
+    _assert_same(model, lambda model: model(x).sum() + model(x + 1).pow(2).sum())
+
+
+def test_backward_gathers_no_use_without_a_gradient() -> None:
+    def improved(x: Tensor, a: Any, b: Any, c: Any) -> Tensor:
+        with torch.no_grad():
+            better = b(a(b(a(x))))
+        return b(a(x + better))  # type: ignore[no-any-return]
+
+    launches = _assert_same(_sharded(improved, reshard=True), lambda model: model(torch.ones(2, 64)).sum())
+    backward = [one for one in launches[launches.index(("backward",)) :] if one[0] == "gather"]
+    assert backward == [("gather", f"blocks.{place}.inner.weight") for place in (1, 0)]
+
+
+def test_a_unit_that_calls_itself_is_one_use() -> None:
+    def again(x: Tensor, a: Any) -> Tensor:
+        return a(x, 2)  # type: ignore[no-any-return]
+
+    model = Model(again, own=True)
+    model.blocks = nn.ModuleList([Recursive()])
+    for unit in (model.blocks[0].inner, model.blocks[0]):
+        fully_shard(unit)
+    launches = _assert_same(fully_shard(model), lambda model: model(torch.ones(2, 64)).sum())
+    assert launches.count(("reduce", "blocks.0.inner.weight")) == 1
 
 
 def test_so_they_do_if_nothing_is_between_two_uses_of_a_unit() -> None:

@@ -132,9 +132,9 @@ class Call:
 
     @property
     def is_last_in_backward(self) -> bool:
-        """Whether no call of the unit before this one awaits its backward."""
+        """Whether no call of the unit before this one, in the same forward of the root, awaits its backward."""
         before = None if self.before is None else self.before()
-        return before is None or before.left_in is not None
+        return before is None or before.left_in is not None or before.forward_number != self.forward_number
 
     def again(self) -> list[Bucket]:
         """Return the buckets that backward gathers: of what the forward gathered, but for tables.
@@ -250,7 +250,7 @@ class Iteration:
         """Note that a forward shares a call. If it comes at once, the calls of units inside may go on as well."""
         if call in self._ended:
             self._ended.remove(call)
-        else:  # of a unit with modules that had yet to run: those of other units have run since
+        elif call not in call.run.calls:  # of another module of the unit: those of other units have run since
             self.end_calls()
 
     def end_calls(self) -> None:

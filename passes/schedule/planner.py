@@ -89,6 +89,7 @@ def uses_of(graph: fx.Graph) -> StepUses:
     )
     in_forward = [one for one in unshards if one.node in structure.in_forward]
     named = {marker.node: marker.fqn for marker in unshards}
+    gathered = set(named.values())
     again = [as_the_whole(one, named) for one in unshards if one.node in structure.again]
     return StepUses(
         plan,
@@ -98,7 +99,7 @@ def uses_of(graph: fx.Graph) -> StepUses:
         reduces=tuple(_uses(reduces, place.__getitem__)),
         # A kept weight has one gather, of its first use; later uses have reductions alone.
         found=frozenset(one.unit for one in unshards if one.node not in structure.of_weights).union(
-            one.unit for one in reduces if one.spec.use > 1 and one.fqn not in named.values()
+            one.unit for one in reduces if one.spec.use > 1 and one.fqn not in gathered
         ),
         sources=frozenset(
             named[one]

@@ -33,6 +33,7 @@ from ..ir import markers
 from ..ir.meta import AC_GRAPH_ID
 from ..ir.nodes import aten, can_be_done_again, closure, is_elementwise, is_random, is_size, passes_on, tangents_of
 from ..ir.provenance import Marker, find_reduces, find_unshards, unshard_nodes, whole_of
+from ..wire.spec import without_use
 from .slices import is_sliced
 from .uses import by_unit, units_around
 
@@ -80,7 +81,8 @@ def structure_of(graph: fx.Graph) -> Structure:
     unshards, reduces = find_unshards(graph), find_reduces(graph)
     flowing = _flowing(graph, unshards, reduces, backward)
     used, wanted = _wanted_for(graph, of_weights, flowing, backward)
-    whole = [one for one in unshards if one.node in gathers and not is_sliced(one.node)]
+    without = _uses_without_gradient(unshards, reduces)
+    whole = [one for one in unshards if one.node in gathers and not is_sliced(one.node) and one.unit not in without]
     turns, since = _turns(place, whole, reduces, used, wanted, backward)
     saved = _saved(graph, of_weights, forward - backward, turns)
     saved, needed = _read_ahead(graph, place, of_weights, backward, forward - backward, saved, since)
@@ -101,6 +103,12 @@ def structure_of(graph: fx.Graph) -> Structure:
     surely = _NONE.union(*(_weights_read(node, of_weights) for node in fed))
     computed, reads = forward - backward, set(surely) & set(again)
     return Structure(of_weights, beside, in_forward, computed, saved, again, reads, late, fed)
+
+
+def _uses_without_gradient(unshards: Sequence[Marker], reduces: Sequence[Marker]) -> set[str]:
+    """Return the uses of units that no gradient comes to, such as those under ``no_grad``, but to others of them."""
+    trained = {without_use(one.fqn) for one in reduces}
+    return {one.unit for one in unshards if without_use(one.fqn) in trained} - {one.unit for one in reduces}
 
 
 def _results_of_forward(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node]:
