@@ -20,7 +20,7 @@ _Run = Callable[..., Tensor]
 
 
 class Block(nn.Module):
-    """Has a layer inside, and perhaps a parameter of its own."""
+    """A block that has a layer inside, and perhaps a parameter of its own."""
 
     def __init__(self, own: bool) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Recursive(Block):
-    """Calls itself."""
+    """A block that calls itself."""
 
     def __init__(self) -> None:
         super().__init__(own=True)
@@ -43,7 +43,7 @@ class Recursive(Block):
 
 
 class Model(nn.Module):
-    """Calls three blocks as it is told to, between two layers of its own."""
+    """A model that calls three blocks in a given order, between two layers of its own."""
 
     def __init__(self, order: _Run, own: bool) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from fsdp_compile.core.spec import spec_of
 from fsdp_compile.core.unit import names_in, paths_in, units_in
 from fsdp_compile.passes import Plan
 from fsdp_compile.passes.schedule.schedule import launches
-from fsdp_compile.passes.schedule.uses import Use, units_around
+from fsdp_compile.passes.schedule.uses import Use, outermost, units_around
 from fsdp_compile.passes.wire.ledger import Called, Issued, ledger
 from fsdp_compile.passes.wire.spec import with_use, without_use
 
@@ -94,7 +94,7 @@ def schedule(uses: Sequence[Use], trained: Collection[str]) -> Plan:
 def _told_apart(uses: Sequence[Use]) -> list[Use]:
     """Return the uses with the numbers of later ones of a unit in its name, and in those of its parameters."""
     around = units_around({one.unit for one in uses})
-    outermost = {one for outer in around.values() for one in outer if not around[one]}
+    tops = outermost(around)
     number = dict.fromkeys(around, 1)
     ended, seen = set[str](), set[str]()
     found = []
@@ -102,9 +102,9 @@ def _told_apart(uses: Sequence[Use]) -> list[Use]:
         if one.unit in ended:
             number[one.unit] += 1
             ended.discard(one.unit)
-        if one.unit not in outermost or one.fqn not in seen:  # the outermost unit's parameters come one by one
+        if one.unit not in tops or one.fqn not in seen:  # the outermost unit's parameters come one by one
             apart = {other for other in around if other not in (one.unit, *around[one.unit])}
-            ended |= {other for other in apart - outermost if other in seen and one.unit not in around[other]}
+            ended |= {other for other in apart - tops if other in seen and one.unit not in around[other]}
         seen |= {one.unit, one.fqn}
         use = number[one.unit]
         found.append(dataclasses.replace(one, unit=with_use(one.unit, use), fqn=with_use(one.fqn, use)))

@@ -75,7 +75,7 @@ def node_of(local: str) -> Any:
     return None if variable is None else variable.as_proxy().node
 
 
-def calls_of(modules: Sequence[nn.Module]) -> list[tuple[str, str]]:
+def calls_of(modules: Sequence[nn.Module]) -> tuple[tuple[str, str], ...]:
     """Return what tells the running call of a module, or of several that run in turns, from others in the same graph.
 
     ``nn_module_stack`` has keys of a module's id, and of how many of its calls by one name came before: 2.11 to 2.15.
@@ -83,7 +83,7 @@ def calls_of(modules: Sequence[nn.Module]) -> list[tuple[str, str]]:
     frame = next(_frames(), None)
     ids = {str(id(module)) for module in modules}
     calls = [] if frame is None else [(*key.partition("@"), name) for key, (name, *_) in frame.nn_module_stack.items()]
-    return [(number, name if len(modules) == 1 else "") for module, _, number, name in calls if module in ids]
+    return tuple((number, name if len(modules) == 1 else "") for module, _, number, name in calls if module in ids)
 
 
 def in_inference_mode() -> bool:

@@ -51,7 +51,7 @@ def _validate_module(module: Any, api: str) -> None:
 
 
 def fqns_in(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the places of parameters in the modules of a unit: FQN in the unit, module, and name in that module."""
+    """Yield each parameter of a unit's modules as its FQN in the unit, its module, and its name in that module."""
     for number, root in enumerate(modules):
         # Members of a list have no common path: their place in it tells them apart.
         member = f"[{number}]." if len(modules) > 1 else ""

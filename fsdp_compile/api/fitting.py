@@ -123,7 +123,7 @@ def _with_tied(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Join names for a message; of many, only the first."""
+    """Join names for a message. If there are more than ``most``, the message counts the others."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 

@@ -94,7 +94,7 @@ class FSDP2View:
         self._call: Call | None = None  # an eager one, between the two ends of a forward
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Run the first half of a unit's forward, for code that calls the module itself."""
+        """Cast the inputs and gather, before code that is not ours calls the unit's module."""
         self._call = None
         args, kwargs = cast_inputs(self._unit, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
@@ -105,7 +105,7 @@ class FSDP2View:
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Run the second half of a unit's forward."""
+        """Free or keep the parameters, and cast the outputs, after such code has called the module."""
         call, self._call = self._call, None
         if call is not None:
             output = end(self._unit, module, call, output)

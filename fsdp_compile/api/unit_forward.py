@@ -95,7 +95,7 @@ dynamo.leave_all_to_python(cast_inputs, cast_outputs)
 
 
 def eager_forward_for(forward: Callable[..., Any], name: str, setting: str) -> Callable[..., Any]:
-    """Return a forward that Dynamo must not trace; where it would have, the unit warns once why it did not."""
+    """Return a forward that Dynamo must not trace. If compiled code calls it, the unit warns once and runs eagerly."""
     skipped: list[bool] = []
 
     @torch.compiler.assume_constant_result

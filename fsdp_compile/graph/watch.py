@@ -166,7 +166,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         param = self._param(fqn)
         registered = traced_frames.node_of("param")  # of a read for which ``takes`` returned None
         has_grad = torch.is_grad_enabled() or self.records()
-        call = tuple(traced_frames.calls_of(self.unit.modules))
+        call = traced_frames.calls_of(self.unit.modules)
         modes = has_grad, traced_frames.in_inference_mode()
         return param, registered, call, modes, dynamo.num_writes_traced(param.shard)
 

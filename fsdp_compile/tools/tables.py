@@ -124,7 +124,7 @@ def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = (), width: int
 
 
 def _in_words(heads: Sequence[str], row: Sequence[str], has_name: bool) -> tuple[str, str]:
-    """Return a row without columns: its first cell, and the others, each behind its head."""
+    """Return the first cell of a row, and a text that has each other cell behind the head of its column."""
     first, *others = [f"{head} {cell}".strip() if cell else "" for head, cell in zip(heads, row)]
     return row[0] if has_name else first, ", ".join(filter(None, others))
 

@@ -21,7 +21,7 @@ from ..eager.running import Iteration, running
 
 @contextmanager
 def observing(observers: list[Any], note: Callable[..., Any]) -> Iterator[None]:
-    """Have ``note`` called for what happens in this block."""
+    """Keep ``note`` in a list of observers while this block runs."""
     observers.append(note)
     try:
         yield

@@ -92,7 +92,10 @@ def _is_term(node: fx.Node) -> bool:
 
 
 def _terms_of(total: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return what a sum adds, looking into sums that only it reads; and these sums, each before those inside it."""
+    """Return the terms of a sum, and all sums that it consists of, each before those inside it.
+
+    A sum that only another sum reads is no term: its own terms count.
+    """
     terms, sums = [], [total]
     stack = [*reversed(total.args)]
     while stack:

@@ -20,7 +20,7 @@ from torch import fx
 from ..ir.provenance import Marker, annotate, annotate_reductions, calls_around, find_unshards, put_in_use
 from ..wire.spec import with_part
 from .buckets import gather_buckets
-from .uses import first_read, units_around
+from .uses import first_read, outermost, units_around
 
 
 class _Call(NamedTuple):
@@ -58,14 +58,13 @@ def _number_uses(graph: fx.Graph) -> None:
     """Write on each gather which use of its unit it is of, if the graph calls a module more than once."""
     gathers = find_unshards(graph)
     calls = {one.node: [*calls_around(one.node)] for one in gathers}
-    if len({(module, *call) for around in calls.values() for module, *call in around}) == len(
-        {module for around in calls.values() for module, *_ in around}
-    ):
+    known_calls = {call for around in calls.values() for call in around}
+    if len(known_calls) == len({module for module, *_ in known_calls}):
         return  # no module is called twice
     place = {node: index for index, node in enumerate(graph.nodes)}
     units = _units_of(gathers)
     by_path = {path: (unit, path) for unit in units.values() for path in unit.members}
-    known = {module: by_path[path] for around in calls.values() for module, path, _ in around if path in by_path}
+    known = {module: by_path[path] for module, path, _ in known_calls if path in by_path}
     times: Counter[str] = Counter()
     for one in sorted(gathers, key=lambda one: min(first_read(one.node, place), len(place) - 1)):
         running = [_Call(*known[module], path, number) for module, path, number in calls[one.node] if module in known]
@@ -85,12 +84,10 @@ def _units_of(gathers: Sequence[Marker]) -> dict[str, _Unit]:
     members: dict[str, dict[str, Marker]] = {}
     for one in gathers:
         members.setdefault(one.unit, {})[with_part(one.spec.fqn, one.spec.part)] = one
-    around = units_around(members)
-    has_inner = {one for outer in around.values() for one in outer}
+    in_parts = outermost(units_around(members))
     units = {}
     for name, its in members.items():
-        comes_in_parts = name in has_inner and not around[name]
-        buckets = gather_buckets([one.spec for one in its.values()]) if comes_in_parts else []
+        buckets = gather_buckets([one.spec for one in its.values()]) if name in in_parts else []
         fqns = list(its)
         bucket_of = {fqns[index]: number for number, bucket in enumerate(buckets) for index in bucket}
         units[name] = _Unit(tuple(name.partition(":")[2].split(", ")), bucket_of)

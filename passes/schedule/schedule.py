@@ -21,7 +21,10 @@ from ..ir.plan import Bucket, Plan
 from ..wire.spec import ParamSpec, without_use
 from .buckets import gather_buckets, reduce_buckets
 from .neighbours import with_neighbours
-from .uses import Turn, Use, by_unit, units_around
+from .uses import Turn, Use, by_unit, outermost, units_around
+
+# The order of what is launched at one place; ``_BEHIND`` are gathers that wait for a reduction.
+_GATHERS, _REDUCTIONS, _BEHIND = 0, 1, 2
 
 
 class Sent(Protocol):
@@ -67,13 +70,12 @@ def _placed_gathers(uses: Sequence[Use], backwards: bool) -> list[tuple[int, Buc
     begins = dict(first)  # of each unit, with the units inside it
     for unit, outer in around.items():
         begins.update((one, min(begins[one], first[unit])) for one in outer)
-    has_inner = {one for outer in around.values() for one in outer}
+    come_in_parts = set() if backwards else outermost(around)
     placed = []
     for unit, members in units.items():
-        in_parts = not backwards and unit in has_inner and not around[unit]
         for number, indices in enumerate(gather_buckets([one.spec for one in members])):
             chosen = [members[index] for index in indices]
-            turn = min(one.turn for one in chosen) if in_parts else begins[unit]
+            turn = min(one.turn for one in chosen) if unit in come_in_parts else begins[unit]
             bucket = bucket_of("gather", unit, chosen)
             placed.append((turn, len(around[unit]), -number if backwards else number, bucket))
     return [(place, bucket) for (place, _), *_, bucket in sorted(placed, key=lambda one: one[:3])]
@@ -100,29 +102,30 @@ def _order(
     """Return every launch in one order: a unit's gathers where the unit before it begins, reductions when ready.
 
     On the eager path, all uses of a unit have one memory: a use is gathered when the one before it is reduced, or where
-    it begins if it follows that at once. ``found`` says where units begin that are gathered already.
+    it begins if it follows that at once. No gather is launched before one that is used earlier. ``found`` says where
+    units begin that are gathered already.
     """
     reduced = {bucket.unit: place for place, bucket in reduces}  # the last of each unit's
     begins: list[int] = []  # of each unit in turn: where it is first read
-    free: dict[str, tuple[int, int]] = {}  # of units gathered before: where their memory is free again
+    freed: dict[str, int] = {}  # of each unit, in whatever use: where its memory is free again
     events: list[tuple[int, int, str, int]] = []
-    before, launched = "", (-1, 0)
+    before, launched = "", (-1, _GATHERS)
     for index, (place, bucket) in enumerate(gathers):
         unit = without_use(bucket.unit)
         if bucket.unit != before:
             earlier = sorted([*begins, *(found_at for found_at in found[1:] if found_at < place)])
             if begins or len(earlier) >= lookahead:  # else with the graph begins what it reads first
-                launched = max(launched, (earlier[max(0, len(earlier) - lookahead)], 0))
+                launched = max(launched, (earlier[max(0, len(earlier) - lookahead)], _GATHERS))
             if unit == without_use(before):
-                launched = max(launched, (place, 0))
-            if free.get(unit, launched) < (place, 2):  # else it computes both uses before it reduces one
-                launched = max(launched, free.get(unit, launched))
+                launched = max(launched, (place, _GATHERS))
+            if unit in freed and freed[unit] < place:  # else it computes both uses before it reduces one
+                launched = max(launched, (freed[unit], _BEHIND))
             begins.append(place)
             before = bucket.unit
             if bucket.unit in reduced:
-                free[unit] = reduced[bucket.unit], 2
+                freed[unit] = reduced[bucket.unit]
         events.append((*launched, "gather", index))
-    events += [(place, 1, "reduce", index) for index, (place, _) in enumerate(reduces)]
+    events += [(place, _REDUCTIONS, "reduce", index) for index, (place, _) in enumerate(reduces)]
     return tuple((kind, index) for _, _, kind, index in sorted(events))
 
 

@@ -62,6 +62,11 @@ def units_around(units: Collection[str]) -> dict[str, list[str]]:
     return around
 
 
+def outermost(around: Mapping[str, Collection[str]]) -> set[str]:
+    """Return the units that have others inside and none around them: in forward, their buckets come one by one."""
+    return {one for outer in around.values() for one in outer if not around[one]}
+
+
 def first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
     """Where a graph first computes with a parameter, looking through views and casts; its end when it never does."""
     readers = readers_of(gathered, lambda one: passes_on(one) or one.target in (markers.keep_slice, markers.unshard))
