@@ -317,8 +317,9 @@ def test_no_whole_copy_is_in_a_ranks_memory(tmp_path: Path) -> None:
     del whole
     with AnonymousPeak() as peak:
         save_pretrained(model, f"{tmp_path}/ours", max_shard_size=2 * size)
-    # Of one: a shard goes in, all of it comes out, and gloo, or who puts parts together, has it once more.
-    assert peak.num_bytes < 2.5 * size + slack, f"{peak.num_bytes} for {size}"
+    # One is written while the next comes: two whole ones, the shards that they are sent from, and a copy that gloo,
+    # or who puts parts together, has of what is under way. Nothing orders the writer and gloo, so all may be at once.
+    assert peak.num_bytes < 4 * size + slack, f"{peak.num_bytes} for {size}"
     with pytest.raises(ValueError, match=r"layers.0.weight has the shape \(1600, 1600\), and in .* \(2, 2\)"):
         load_pretrained(model, other_shape(tmp_path))
 
