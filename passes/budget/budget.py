@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import re
 import warnings
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,10 @@ from ..ir.plan import Choice, Plan, as_size
 from ..ir.provenance import find_reduces, find_unshards, groups_of, num_units_of
 from ..ranks.settle import Settled
 from ..schedule.planner import plan_joint, plan_keeping
+from .periods import Periods
 from .remember import remembered
 from .residency import GATHER, RECOMPUTE, choose, told_to_keep
-from .trial import Trial, trial_of
+from .trial import trial_of
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -74,14 +76,14 @@ class Budget:
             raise ValueError(f"memory_budget={said!r} is less than a byte. {what}")
         return cls(num_bytes)
 
-    def bytes_for(self, graph: fx.Graph, trial: Trial, profile: HardwareProfile) -> int:
-        """Return the bytes that the step of a joint graph may hold, inputs included; any trial knows the inputs'."""
+    def bytes_for(self, graph: fx.Graph, input_bytes: int, profile: HardwareProfile) -> int:
+        """Return the bytes that the step of a joint graph may hold, inputs included."""
         if self.num_bytes is not None:
             return self.num_bytes
         if self.like_fsdp2:
             return trial_of(graph, told_to_keep(graph), profile, like_fsdp2=True).peak_bytes
         assert self.share is not None
-        return int(self.share * free_bytes(device_of(graph))) + trial.weight.held_bytes
+        return int(self.share * free_bytes(device_of(graph))) + input_bytes
 
 
 def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: str) -> Plan:
@@ -126,7 +128,7 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
     profile = budget.profile or default_profile(device_of(graph))
 
     def search() -> Plan:
-        return _search(budget, graph, profile)
+        return searched(graph, lambda held: budget.bytes_for(graph, held, profile), profile, budget.may)
 
     decision = search() if budget.share is not None else remembered(graph, (budget, profile), search)
     assert decision.choice is not None
@@ -142,15 +144,22 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
     return dataclasses.replace(decision, choice=choice)
 
 
-def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Plan:
+def searched(
+    graph: fx.Graph,
+    budget_bytes: Callable[[int], int],
+    profile: HardwareProfile,
+    may: Collection[str],
+    periods: Periods | None = None,
+) -> Plan:
+    """Return what is chosen within a budget, as a plan without launches; ``choose`` explains the arguments."""
     found = 0
 
-    def allowed(trial: Trial) -> int:
+    def allowed(held_bytes: int) -> int:
         nonlocal found
-        found = budget.bytes_for(graph, trial, profile)
+        found = budget_bytes(held_bytes)
         return found
 
-    best, lost = choose(graph, allowed, profile, may=budget.may)
+    best, lost = choose(graph, allowed, profile, may=may, periods=periods)
     choice = Choice(found, profile.name, 0, best.as_candidate(), tuple(one.as_candidate() for one in lost))
     return Plan(
         "joint",

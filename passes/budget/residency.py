@@ -5,23 +5,23 @@
     w1 kept as a slice           G w2  g w1  ...                      g: gather among the ranks of a node
     everything kept              -                                    largest
 
-A parameter is kept as a whole, or, if groups for that were made, as a slice, from which the ranks of a node gather. At
-first only parameters are chosen among: their gathers cost time, and saved activations cost none. If not all parameters
-fit, activations are recomputed as well in further candidates, and both compete for the bytes by the seconds that they
-save (residents.py).
+Equal layers have equal choices, so a choice is of a kind (the same bucket, or the activations of the same matrix, in
+every layer) and of how many layers take it, the last ones first. Kinds are taken by the seconds that they save per byte
+by which they raise the peak, both as sketches predict them (sketch.py) of a graph with few of the layers (periods.py).
 
-Lists of what to keep are filled by two orders: most seconds saved per byte and second held, and shortest life. A list
-is cut off where it proves not to fit, and filled up where it leaves room. A list by the first order is also filled to
-half of the room. All lists are tried (sketch.py), and so are the plan as the units were told, everything gathered again
-and everything kept. For the best candidate, launching gathers two and three units ahead is tried, too. The fastest
-candidate within the budget wins, or the one with the lowest peak if none fits.
+At first only parameters are chosen among: their gathers cost time, and saved activations cost none. If not all of them
+fit, the search is repeated from a step that recomputes all activations, or has them on the host. For the best, launching
+gathers two and three units ahead is tried, too. The fastest candidate within the budget wins, or the one with the
+lowest peak if none fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -31,36 +31,28 @@ from ..ir.plan import Candidate, Plan
 from ..ir.provenance import find_unshards, whole_of
 from ..schedule.activations import activations_of, matrices_of
 from ..schedule.slices import keeps_slice, offers_slice
-from .residents import (
-    ACTIVATION,
-    PARAMETERS,
-    SLICES,
-    Resident,
-    activations_away,
-    activations_made_again,
-    by_life,
-    by_worth,
-    fill,
-    residents_of,
-    slices_of,
-)
+from .periods import Periods, periods_of
 from .sketch import Sketch, saved_without
-from .trial import Figures, Trial, trial_of
+from .trial import Figures, trial_of
 
 MAY = GATHER, RECOMPUTE, OFFLOAD = "gather", "recompute", "offload"  # what a budget may choose
 AGAIN, AS_TOLD, KEPT = "everything gathered again", "as reshard_after_forward says", "everything kept"
-WORTH, SHORT = "kept by seconds saved a byte", "kept by the shortest life"
-SLICED = "slices kept of everything"
-LEAN = "everything gathered and computed again"
-LEAN_WORTH, LEAN_SHORT = "kept and saved by seconds saved a byte", "kept and saved by the shortest life"
-IN_HALF = ", in half of the room"
-AWAY = "everything on the host"
-AWAY_WORTH, AWAY_SHORT = "on the device by seconds saved a byte", "on the device by the shortest life"
-# Sketches of a list that was filled by estimate. The peak may be another one, since launches change their places, and
-# backward makes other nodes. If it is lower, the list is filled up; else a bisection finds how many of its first
-# entries fit.
-_TRIALS = 6
+WORTH, SLICED = "kept by seconds saved a byte", "slices kept of everything"
+LEAN, LEAN_WORTH = "everything gathered and computed again", "kept and saved by seconds saved a byte"
+AWAY, AWAY_WORTH = "everything on the host", "on the device by seconds saved a byte"
 _LOOKAHEADS = (2, 3)
+_KINDS_IN_PART = 3  # that some of the layers take and others do not
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The names of what is kept, recomputed, kept as slices and sent to the host, and how far ahead gathers go."""
+
+    kept: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
+    sliced: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+    lookahead: int = 1
 
 
 @dataclass(frozen=True)
@@ -86,145 +78,186 @@ class Tried:
         )
 
 
+@dataclass(frozen=True)
+class Item:
+    """What one layer may take: a bucket that stays gathered, or as slices, or the activations of one matrix saved."""
+
+    names: frozenset[str]
+    field: str  # of a decision
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        return (self.field, *sorted(re.sub(r"\d+", "#", name) for name in self.names))
+
+
 def choose(
     joint: fx.Graph,
-    budget_bytes: Callable[[Trial], int],
+    budget_bytes: Callable[[int], int],
     profile: HardwareProfile,
     groups: Groups | None = None,
     may: Collection[str] = (GATHER, RECOMPUTE),
+    periods: Periods | None = None,
 ) -> tuple[Tried, list[Tried]]:
     """Return the candidate to take, and those that lost, fastest first.
 
     ``joint`` has gone through the passes before ``chosen_slices``, and is not changed. The budget may depend on the
-    bytes that are there before the step begins, which the first trial tells. ``may`` has some of MAY.
+    bytes that are there before the step begins. ``may`` has some of MAY. ``periods`` are of a step with more layers
+    than were traced.
     """
-    tried: dict[tuple[Any, ...], Tried] = {}
+    search = _Search(periods or periods_of(joint), profile, groups, may)
+    return search.choose(budget_bytes)
 
-    def try_base(name: str, recompute: Collection[str] = ()) -> Trial:
-        trial = trial_of(joint, (), profile, groups, recompute=recompute)
-        if GATHER in may:
-            tried[trial.kept, trial.recomputed, trial.sliced, 1, frozenset()] = Tried(name, Figures.of(trial))
-        return trial
 
-    def try_one(
-        name: str,
-        kept: Collection[str],
-        recompute: Collection[str] = (),
-        sliced: Collection[str] = (),
-        lookahead: int = 1,
-        offload: Collection[str] = (),
-    ) -> Figures:
-        kept = kept if GATHER in may else told
-        key = frozenset(kept), frozenset(recompute), frozenset(sliced), lookahead, frozenset(offload)
-        if key not in tried:
-            figures = sketches[bool(recompute)].figures(*key)
-            tried[key] = Tried(name, figures or cut(*key))  # a bucket that is kept in part is in no sketch
-        return tried[key].figures
+class _Search:
+    def __init__(
+        self, periods: Periods, profile: HardwareProfile, groups: Groups | None, may: Collection[str]
+    ) -> None:
+        self._periods, self._profile, self._groups, self._may = periods, profile, groups, may
+        graph = periods.graph
+        self._told = self._all(told_to_keep(graph))
+        self._again = trial_of(graph, (), profile, groups)
+        self._activations = activations_of(graph) if RECOMPUTE in may else {}
+        self._matrices = {node.name: one.fqn for node, one in matrices_of(graph).items()} if OFFLOAD in may else {}
+        self._sketches = {False: Sketch(self._again, profile, groups, matrices=self._matrices, periods=periods)}
+        self._tried: dict[Decision, Tried] = {}
+        self._budget = 0
 
-    def cut(kept: frozenset[str], *more: Any) -> Figures:
-        return Figures.of(trial_of(joint, kept, profile, groups, False, *more))
+    def choose(self, budget_bytes: Callable[[int], int]) -> tuple[Tried, list[Tried]]:
+        graph, periods, again = self._periods.graph, self._periods, self._again
+        self._budget = budget_bytes(again.weight.held_bytes + periods.num_left_out * periods.held_bytes)
+        may_stay = {*keepable(graph, again.plan)}
+        offers = {one.fqn for one in find_unshards(graph) if one.fqn in may_stay and offers_slice(one.node)}
+        assert again.plan.backward is not None
+        buckets = [bucket.fqns for bucket in again.plan.backward.gathers if {*bucket.fqns} <= may_stay]
+        items = [*self._items("kept", buckets), *self._items("sliced", [one for one in buckets if {*one} <= offers])]
+        nothing = Decision()
+        self._try(AGAIN, nothing)
+        everything = self._try(KEPT, Decision(self._all(may_stay)))
+        self._try(AS_TOLD, Decision(self._told))
+        if offers:
+            self._try(SLICED, Decision(sliced=self._all(offers)))
+        if GATHER not in self._may:
+            items = []
+        self._fill(WORTH, nothing, items)
+        fits = everything is not None and everything.peak_bytes <= self._budget
+        if not fits and (self._activations or self._matrices):
+            self._lean(items)
+        best = min(self._tried.values(), key=lambda one: self._order(one.figures))
+        if best.figures.exposed_s > 0 and self._fits(best.figures):  # earlier gathers may be hidden, but are held longer
+            [decision] = [one for one, tried in self._tried.items() if tried is best]
+            for lookahead in _LOOKAHEADS:
+                self._try(f"{best.name}, gathered {lookahead} units ahead", dataclasses.replace(decision, lookahead=lookahead))
+            best = min(self._tried.values(), key=lambda one: self._order(one.figures))
+        lost = (one for one in self._tried.values() if one is not best)
+        return best, sorted(lost, key=lambda one: one.figures.seconds)
 
-    def try_listed(name: str, base: Trial, kept: Sequence[Resident]) -> Figures:
-        recompute = base.recomputed - _fqns(kept, ACTIVATION)  # what is still recomputed beside these
-        return try_one(name, _fqns(kept, PARAMETERS), recompute, _fqns(kept, SLICES))
+    def _lean(self, items: list[Item]) -> None:
+        """Try steps that begin with all activations recomputed, or on the host, and save as much as fits."""
+        own = self._items("saved", [(name,) for name in reversed(self._activations)])
+        base = Decision(recomputed=self._all(self._activations))
+        if own:
+            lean = trial_of(self._periods.graph, (), self._profile, self._groups, recompute=self._activations)
+            saved = saved_without(self._again, self._activations)
+            self._sketches[True] = Sketch(lean, self._profile, self._groups, saved, self._matrices, self._periods)
+            self._try(LEAN, base)
+            self._fill(LEAN_WORTH, base, [*items, *own])
+        leaving = dict.fromkeys(name for one in self._sketches.values() for name in one.leaving.values())
+        if not leaving:
+            return
+        away = best = dataclasses.replace(base, offloaded=self._all(leaving))
+        least = self._try(AWAY, away)
+        for its in self._by_worth(base, own):  # what takes long to compute for its bytes is copied, if that is faster
+            copied = dataclasses.replace(best, recomputed=_with(best, its).recomputed)
+            figures = self._try(f"{AWAY}, or computed again ({len(copied.recomputed)})", copied)
+            if figures is not None and (least is None or self._order(figures) < self._order(least)):
+                best, least = copied, figures
+        others = [name for name in reversed(leaving) if name not in self._activations]
+        self._fill(AWAY_WORTH, best, [*items, *own, *self._items("saved", [(name,) for name in others])])
 
-    def try_filled(base: Trial, order: Sequence[Resident], room: int, name: str) -> None:
-        listed: list[Resident] = []
-        fits, over = 0, 0  # how many first entries of the list fit, and how many do not
-        for turn in range(_TRIALS):
-            first = (fits + over) // 2
-            if not over:  # all that was tried fits, and its peak shows how much room is left
-                more = fill(base, order, room)
-                if more == listed:  # a shorter list may keep more: whole parameters in the place of slices
-                    break
-                fits = next((at for at, (had, one) in enumerate(zip(listed, more)) if had != one), len(listed))
-                listed, first = more, len(more)
-            called = name if turn == 0 else f"{name}, the first {first}"
-            peak_bytes = try_listed(called, base, listed[:first]).peak_bytes
-            if peak_bytes <= budget:
-                fits = first
-                room += budget - peak_bytes
-            else:
-                over = first
-            if over and over - fits <= 1:
-                break
-
-    def try_lists(base: Trial, residents: Sequence[Resident], worth: str, short: str) -> None:
-        keeping = may_be_kept(base, residents)
-        try_filled(base, by_worth(keeping), budget, worth)
-        try_filled(base, by_life(keeping), budget, short)
-        # In a plan that keeps a little less, collectives may queue less.
-        half = fill(base, by_worth(keeping), (budget + base.peak_bytes) // 2)
-        try_listed(f"{worth}{IN_HALF}", base, half)
-
-    def try_away(base: Trial, own: Sequence[Resident]) -> None:
-        sketch, away = sketches[bool(base.recomputed)], frozenset(sketches[bool(base.recomputed)].leaving.values())
-        # What takes long to compute for its bytes is copied, as far as that is faster.
-        dear = [one.fqns[0] for one in sorted(own, key=lambda one: one.num_bytes / max(one.own_s, 1e-12))]
-        lists = [base.recomputed - {*dear[: len(dear) * quarters // 4]} for quarters in range(5)]
-        names = [f"{AWAY}, or computed again ({len(recompute)})" for recompute in lists]
-        lean = [(try_one(name, (), recompute, offload=away), recompute) for name, recompute in zip(names, lists)]
-        best, recompute = min(lean, key=lambda one: (max(one[0].peak_bytes, budget), one[0].seconds))
-        waited_s = max(best.seconds - try_one(AGAIN, (), recompute).seconds, 0.0)
-        residents = [*residents_of(base), *activations_away(base, sketch, own, waited_s)]
-        for order, name in ((by_worth(residents), AWAY_WORTH), (by_life(residents), AWAY_SHORT)):
-            order = [one for one in order if one.kind == ACTIVATION or {*one.fqns} <= may_stay]
-            fits, over = 0, len(order) + 1
+    def _fill(self, name: str, base: Decision, items: list[Item]) -> None:
+        """Add to a decision the items that save most, the last layers first, as many as fit."""
+        listed = [one for its in self._by_worth(base, items) for one in its]
+        taken, first = base, 0
+        for _ in range(_KINDS_IN_PART):
+            fits, over = first, len(listed) + 1
+            at = len(listed)
             while over - fits > 1:
-                first = (fits + over) // 2
-                kept, here = _fqns(order[:first], PARAMETERS), _fqns(order[:first], ACTIVATION)
-                figures = try_one(f"{name}, the first {first}", kept, recompute - here, offload=away - here)
-                fits, over = (first, over) if figures.peak_bytes <= budget else (fits, first)
+                figures = self._try(f"{name}, the first {at}", _with(taken, listed[first:at]))
+                fits, over = (at, over) if figures is not None and self._fits(figures) else (fits, at)
+                at = (fits + over) // 2
+            taken = _with(taken, listed[first:fits])
+            if fits == len(listed):
+                break
+            kind = listed[fits].kind
+            first = next((at for at in range(fits, len(listed)) if listed[at].kind != kind), len(listed))
 
-    def may_be_kept(base: Trial, residents: Sequence[Resident]) -> list[Resident]:
-        keeping = [one for one in residents if one.kind == ACTIVATION or {*one.fqns} <= may_stay]
-        return [*keeping, *slices_of(base, keeping, offers, profile, groups)]
+    def _by_worth(self, base: Decision, items: Iterable[Item]) -> list[list[Item]]:
+        """Return the kinds that save time, most seconds a byte first, and the items of each, the last layer's first."""
+        now = self._figures(base)
+        if now is None:
+            return []
+        found = []
+        for _, same in itertools.groupby(sorted(items, key=lambda one: one.kind), lambda one: one.kind):
+            its = [*same]
+            figures = self._figures(_with(base, its))
+            if figures is not None and figures.seconds < now.seconds:
+                more = max(figures.peak_bytes - now.peak_bytes, 1)
+                found.append(((now.seconds - figures.seconds) / more, its))
+        return [its for _, its in sorted(found, key=lambda one: -one[0])]
 
-    told = told_to_keep(joint)
-    again = try_base(AGAIN)
-    matrices = {node.name: one.fqn for node, one in matrices_of(joint).items()} if OFFLOAD in may else {}
-    sketches = {False: Sketch(again, profile, groups, matrices=matrices)}
-    budget = budget_bytes(again)
-    may_stay = {*keepable(joint, again.plan)}
-    offers = {one.fqn: one.spec for one in find_unshards(joint) if one.fqn in may_stay and offers_slice(one.node)}
-    largest_bytes = try_one(KEPT, may_stay).peak_bytes
-    try_one(AS_TOLD, told)
-    if GATHER in may:
-        try_lists(again, residents_of(again), WORTH, SHORT)
-    if offers:
-        try_one(SLICED, (), sliced=offers)
-    activations = activations_of(joint) if RECOMPUTE in may else {}
-    base, own = again, []
-    if largest_bytes > budget and activations:
-        base = try_base(LEAN, activations)
-        sketches[True] = Sketch(base, profile, groups, saved_without(again, activations), matrices)
-        own = activations_made_again(again, base, activations)
-        try_lists(base, [*residents_of(base), *own], LEAN_WORTH, LEAN_SHORT)
-    if largest_bytes > budget and matrices:
-        try_away(base, own)
+    def _items(self, field: str, few: Iterable[Sequence[str]]) -> list[Item]:
+        """Return an item for each of these, which come last first, in every layer."""
+        names = dict.fromkeys(one for its in few for one in reversed(self._periods.everywhere(its)))
+        return [Item(one, field) for one in names]
 
-    def rank(one: Tried) -> tuple[float, ...]:
-        seconds, peak_bytes = one.figures.seconds, one.figures.peak_bytes
-        return (0, seconds, peak_bytes) if peak_bytes <= budget else (1, peak_bytes, seconds)
+    def _all(self, few: Collection[str]) -> frozenset[str]:
+        return frozenset(name for one in few for its in self._periods.everywhere([one]) for name in its)
 
-    best = min(tried.values(), key=rank)
-    its = best.figures
-    if its.exposed_s > 0 and its.peak_bytes <= budget:  # earlier gathers may be hidden, but are held for longer
-        for lookahead in _LOOKAHEADS:
-            name = f"{best.name}, gathered {lookahead} units ahead"
-            try_one(name, its.kept, its.recomputed, its.sliced, lookahead, its.offloaded)
-        best = min(tried.values(), key=rank)
-    exact = set()
-    while best.figures.offloaded and best not in exact:  # what the partitioner makes of copies, a cut tells exactly
-        key = next(key for key, one in tried.items() if one is best)
-        tried[key] = Tried(best.name, cut(*key))
-        exact.add(tried[key])
-        best = min(tried.values(), key=rank)
-    return best, sorted((one for one in tried.values() if one is not best), key=lambda one: one.figures.seconds)
+    def _try(self, name: str, decision: Decision) -> Figures | None:
+        """Make a candidate of a decision; return its figures, if they can be told."""
+        if GATHER not in self._may:
+            decision = dataclasses.replace(decision, kept=self._told, sliced=frozenset())
+        figures = self._figures(decision)
+        if figures is not None and decision not in self._tried:
+            self._tried[decision] = Tried(name, figures)
+        return figures
+
+    def _figures(self, decision: Decision) -> Figures | None:
+        its = decision.kept, decision.recomputed, decision.sliced, decision.offloaded
+        few = self._periods.compressed(*its)
+        if few is None:
+            return None
+        (kept, recomputed, sliced, offloaded), more = few
+        sketch = self._sketches[bool(recomputed)]
+        figures = sketch.figures(kept, recomputed, sliced, decision.lookahead, offloaded, more)
+        if figures is None and not more:  # a bucket that is kept in part is in no sketch
+            names = recomputed, sliced, decision.lookahead, offloaded
+            figures = Figures.of(trial_of(self._periods.graph, kept, self._profile, self._groups, False, *names))
+        if figures is None:
+            return None
+        away = decision.offloaded & self._all(figures.offloaded)
+        return dataclasses.replace(figures, kept=its[0], recomputed=its[1], sliced=its[2], offloaded=away)
+
+    def _order(self, figures: Figures) -> tuple[float, ...]:
+        """Return what the best of some figures has least of."""
+        return max(figures.peak_bytes, self._budget), figures.seconds, figures.peak_bytes
+
+    def _fits(self, figures: Figures) -> bool:
+        return figures.peak_bytes <= self._budget
 
 
-def _fqns(kept: Sequence[Resident], kind: str) -> set[str]:
-    return {fqn for one in kept if one.kind == kind for fqn in one.fqns}
+def _with(decision: Decision, items: Iterable[Item]) -> Decision:
+    names: dict[str, set[str]] = {"kept": set(), "sliced": set(), "saved": set()}
+    for one in items:
+        names[one.field] |= one.names
+    kept = decision.kept | names["kept"]
+    return dataclasses.replace(
+        decision,
+        kept=kept,
+        sliced=(decision.sliced | names["sliced"]) - kept,
+        recomputed=decision.recomputed - names["saved"],
+        offloaded=decision.offloaded - names["saved"],
+    )
 
 
 def told_to_keep(joint: fx.Graph) -> frozenset[str]:

@@ -21,12 +21,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..apply.away import those_that_may_leave
 from ..apply.overlap import planned_order
-from ..cost.clock import bare
 from ..cost.copied import Copies, Leaving, to_device, to_host
 from ..cost.fusion import computes_inputs, is_pointwise
 from ..cost.memory import bytes_alive, lives_of, results_of, storages_given, taken_as
 from ..cost.profiles import HardwareProfile
-from ..cost.replay import Compute, Event, Launch, Timeline, simulate
+from ..cost.replay import Compute, Event, Launch, bare
 from ..cost.roofline import Groups, collective_seconds, group_of, sent_by, slowdown
 from ..ir.aliases import Storage, base_of, is_free, tensor_bytes, tensors_of
 from ..ir.meta import PARAMETER, ROLE, Role, works_for
@@ -36,7 +35,8 @@ from ..schedule.planner import only
 from ..schedule.slices import inner_spec
 from ..schedule.uses import Use
 from ..wire.collectives import is_wait
-from ..wire.streams import TO_DEVICE, TO_HOST
+from .periods import Periods
+from .stretch import begins_of, replayed, stretched
 from .trial import Figures, Half, Trial
 
 
@@ -44,7 +44,6 @@ from .trial import Figures, Half, Trial
 class _Forward:
     """Forward with its launches so far ahead: whatever is kept, it runs in this order."""
 
-    timeline: Timeline
     order: Sequence[fx.Node]
     events: Mapping[fx.Node, Event]
     position: Mapping[fx.Node, int]
@@ -57,7 +56,7 @@ class Sketch:
 
     If the trial recomputes activations, ``activations`` has for each matrix the names of nodes that backward is given
     where they are not recomputed, as far as it needs them. ``matrices`` has the matrix of each node of forward, by the
-    nodes' names, if activations may be on the host.
+    nodes' names, if activations may be on the host. ``periods`` has the nodes of the layers that repeat.
     """
 
     def __init__(
@@ -67,7 +66,9 @@ class Sketch:
         groups: Groups | None = None,
         activations: Mapping[str, Collection[str]] | None = None,
         matrices: Mapping[str, str] | None = None,
+        periods: Periods | None = None,
     ) -> None:
+        self._periods = periods or Periods(trial.forward.graph)
         self._trial, self._profile, self._groups = trial, profile, groups
         self._activations = activations or {}
         self._forwards: dict[int, _Forward] = {}  # by lookahead
@@ -111,12 +112,8 @@ class Sketch:
         names = {node: storages[0].node.name for node, storages in held.items()}
         return {node: matrices[name] for node, name in names.items() if name in matrices}
 
-    def held_for(self, node: fx.Node) -> tuple[Storage, ...]:
-        """Return what forward holds for a node of backward."""
-        return self._held_for[node]
-
-    def num_bytes(self, node: fx.Node) -> int:
-        """Return the bytes of that."""
+    def _num_bytes(self, node: fx.Node) -> int:
+        """Return the bytes that forward holds for a node of backward."""
         return sum(one.num_bytes for one in self._held_for[node])
 
     def figures(
@@ -126,8 +123,10 @@ class Sketch:
         sliced: Collection[str],
         lookahead: int,
         offloaded: Collection[str] = (),
+        more: Mapping[int, int] | None = None,
     ) -> Figures | None:
-        """Return the figures of a step; None if only a trial tells them."""
+        """Return the figures of a step, with so many ``more`` of each period; None if only a trial tells them."""
+        more = more or {}
         if not self._trial.uses.sources.isdisjoint(kept):
             return None  # the partitioner may save what is computed of these
         plan = self._plan(kept, sliced, lookahead)
@@ -150,28 +149,43 @@ class Sketch:
         first = self._forward(lookahead)
         away = [node for node in taken if self.leaving.get(node) in offloaded]
         sent, fetched = self._sent(first, away), self._fetched(order, away, given, lookahead)
-        with_copies = ([*fetched.events.get(place, ()), *_of(events, node)] for place, node in enumerate(order))
-        then = simulate(itertools.chain(*with_copies))
-        before = first.timeline
-        if away:
-            with_sent = ([*_of(first.events, node), *sent.events.get(first.position[node], ())] for node in first.order)
-            before = simulate([*itertools.chain(*with_sent), *sent.events.get(len(first.alive) - 1, ())])
-        peak_bytes = self._trial.weight.held_bytes + max(
-            self._forward_bytes(first, taken, pieces, sent.bound),
-            self._backward_bytes(order, taken, pieces, fetched.bound),
+        ahead = [(place, node) for node in first.order for place in (first.position[node],)]
+        end = len(first.alive) - 1
+        before = replayed(
+            [
+                *((at, one) for at, node in ahead for one in (*_of(first.events, node), *sent.events.get(at, ()))),
+                *((end, one) for one in sent.events.get(end, ())),
+            ],
+            begins_of(ahead, self._periods.forward, first.events),
+            more,
         )
-        copies = [one for half in (before, then) for one in half.flights.values()]
+        behind = [*enumerate(order, len([node for node in taken if node.op == "placeholder"]))]
+        then = replayed(
+            [
+                (at, one)
+                for place, (at, node) in enumerate(behind)
+                for one in (*fetched.events.get(place, ()), *_of(events, node))
+            ],
+            begins_of(behind, self._periods.backward, events),
+            more,
+        )
+        alive = self._forward_bytes(first, taken, pieces, sent.bound)
+        forward_bytes, carried_bytes = stretched(alive, before.begins, more)
+        alive = self._backward_bytes(order, taken, pieces, fetched.bound)
+        backward_bytes, _ = stretched(alive, then.begins, more, carried_bytes)
+        held_bytes = self._trial.weight.held_bytes + sum(more.values()) * self._periods.held_bytes
+        times = {name: 1 + more.get(turn, 0) for name, turn in self._periods.forward.items()}
         return Figures(
             frozenset(kept),
             frozenset(recomputed),
             frozenset(sliced),
             lookahead,
-            peak_bytes,
-            before.total_s + then.total_s,
+            held_bytes + max(forward_bytes, self._trial.weight.returned_bytes + backward_bytes),
+            before.seconds + then.seconds,
             before.exposed_s + then.exposed_s,
             frozenset(self.leaving[node] for node in away),
-            sum(one.num_bytes for one in sent.bound),
-            sum(one.launch.seconds for one in copies if one.launch.group in (TO_HOST, TO_DEVICE)),
+            sum(one.num_bytes * times.get(one.node.name, 1) for one in sent.bound),
+            before.copied_s + then.copied_s,
         )
 
     def _sent(self, first: _Forward, away: Sequence[fx.Node]) -> Copies[Storage]:
@@ -194,7 +208,7 @@ class Sketch:
             first[self._held_for[node]] = min(place, first.get(self._held_for[node], place))
         own = {self._held_for[node]: node for node in reversed(away)}  # of several views, the first
         leaving = [
-            Leaving(node, self._unit_of.get(self.leaving[node], ""), self.num_bytes(node), first[held])
+            Leaving(node, self._unit_of.get(self.leaving[node], ""), self._num_bytes(node), first[held])
             for held, node in own.items()
         ]
         fulls = {fqn: full for fqn, full in self._fulls.items() if full not in given}
@@ -270,7 +284,6 @@ class Sketch:
             if one.storage.node.op == "call_function"
         ]
         return _Forward(
-            simulate(events[node] for node in planned if node in events),
             planned,
             events,
             {node: index for index, node in enumerate(order)},
@@ -280,8 +293,8 @@ class Sketch:
 
     def _forward_bytes(
         self, first: _Forward, taken: Sequence[fx.Node], pieces: Mapping[str, int], until: Mapping[Storage, int]
-    ) -> int:
-        """Return the most that is alive in forward, which holds to its end what backward takes, or until it is away."""
+    ) -> list[int]:
+        """Return what is alive in forward, which holds to its end what backward takes, or until it is away."""
         held = dict.fromkeys(one for node in taken for one in self._held_for.get(node, ()))
         more = [0] * (len(first.alive) + 1)
         for storage in held:
@@ -295,7 +308,7 @@ class Sketch:
                 more[until[storage] + 1] -= storage.num_bytes
         for fqn, num_bytes in pieces.items():
             more[first.position[self._of_forward[fqn]] + 1] += num_bytes
-        return max(map(sum, zip(first.alive, itertools.accumulate(more))))
+        return [*map(sum, zip(first.alive, itertools.accumulate(more)))]
 
     def _backward_bytes(
         self,
@@ -303,8 +316,8 @@ class Sketch:
         taken: Sequence[fx.Node],
         pieces: Mapping[str, int],
         fetched: Mapping[fx.Node, int],
-    ) -> int:
-        """Return the most that is alive in backward, with what forward returned."""
+    ) -> list[int]:
+        """Return what is alive in backward, without what forward returned."""
         half = self._trial.backward
         inputs = [node for node in taken if node.op == "placeholder"]
         given = {node: self._apart.storages[node] for node in taken if node.op != "placeholder"}
@@ -330,7 +343,7 @@ class Sketch:
         for bucket, place in waits.items():
             num_bytes = sum(pieces.get(fqn, 0) for fqn in half.plan.gathers[bucket].fqns)
             alive[: place + 1] = [one + num_bytes for one in alive[: place + 1]]
-        return self._trial.weight.returned_bytes + max(alive)
+        return alive
 
     def _is_callers(self, node: fx.Node) -> bool:
         """Whether what backward is given for a node shares memory with an input or a result of forward."""

@@ -13,6 +13,7 @@ same events give the same times anywhere.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,9 +151,6 @@ class Lanes:
     ends: dict[str, float] = field(default_factory=dict)  # of collectives that were not waited for
     slowing: tuple[tuple[float, float, float], ...] = ()  # collectives: begin, end, the share of speed that they take
 
-    def copy(self) -> Lanes:
-        return Lanes(self.now_s, dict(self.groups), dict(self.ends), self.slowing)
-
     def run(self, event: Event) -> float:
         """Run one event, and return when it begins."""
         start_s = self.now_s
@@ -167,19 +165,6 @@ class Lanes:
         else:
             self.now_s = max([self.now_s, *(self.ends.pop(name) for name in (event.name, *event.others))])
         return start_s
-
-    def is_like(self, other: Lanes) -> bool:
-        """Whether what comes takes as long from here as from another state, down to a picosecond."""
-        return self._from_now() == other._from_now()
-
-    def _from_now(self) -> tuple[object, ...]:
-        """Return the lanes and collectives that are still busy, and the seconds until each is free."""
-
-        def after(end_s: float) -> float:
-            return round(max(end_s - self.now_s, 0.0), 12)
-
-        lanes = [{name: after(end) for name, end in one.items() if after(end)} for one in (self.groups, self.ends)]
-        return *lanes, [(after(begin), after(end), much) for begin, end, much in self.slowing if after(end)]
 
 
 def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
@@ -318,3 +303,9 @@ class _Memory:
 
 def as_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
+
+
+def bare(event: Event) -> Event:
+    """Return an event without memory, and a launch without its ``needs``: some of those events are left out."""
+    bare = dataclasses.replace(event, allocs=(), frees=())
+    return dataclasses.replace(bare, needs=()) if isinstance(bare, Launch) else bare
