@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,12 +16,10 @@ from torch.nn import functional as F
 from fsdp_compile import configure, fully_shard, inspect
 from fsdp_compile.core.unit import units_in
 from fsdp_compile.passes import Bucket, Group, Plan
-from fsdp_compile.passes.budget import residency
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, SLICED, choose
-from fsdp_compile.passes.budget.residents import PARAMETERS, SLICES, Resident, residents_of, slices_of
-from fsdp_compile.passes.budget.trial import Trial, trial_of
+from fsdp_compile.passes.budget.trial import trial_of
 from fsdp_compile.passes.ir.markers import keep_slice
-from fsdp_compile.passes.ir.provenance import find_unshards, reduce_nodes, settle_names, unshard_nodes
+from fsdp_compile.passes.ir.provenance import reduce_nodes, settle_names, unshard_nodes
 from fsdp_compile.passes.schedule.calls import name_markers
 from tests.comparing import batches, train_and_compare
 from tests.models import Stack, pair, shard
@@ -79,18 +76,6 @@ def test_a_trial_with_slices_holds_them_and_gathers_among_few() -> None:
     assert sliced.seconds < again.seconds
 
 
-def test_what_a_slice_is_worth_is_what_the_shorter_gather_saves() -> None:
-    graph = products(3)
-    again = trial_of(graph, (), NODES, GROUPS)
-    offers = {one.fqn: one.spec for one in find_unshards(graph)}
-    found = slices_of(again, residents_of(again), offers, NODES, GROUPS)
-    assert [(one.fqns, one.num_bytes, one.kind) for one in found] == [
-        ((f"{layer}.weight",), 8 * KIB, SLICES) for layer in (2, 1, 0)
-    ]
-    kept = [trial_of(graph, (), NODES, GROUPS, sliced=one.fqns).seconds for one in found]
-    assert [one.saved_s for one in found] == pytest.approx([again.seconds - seconds for seconds in kept], rel=0.05)
-
-
 def test_each_budget_has_the_fastest_that_fits() -> None:
     graph = products()
     steps = [
@@ -105,20 +90,6 @@ def test_each_budget_has_the_fastest_that_fits() -> None:
         assert tried.seconds == pytest.approx(its.seconds, rel=1e-3) and its.seconds <= steps[place].seconds
         assert bool(its.sliced) == (place > 0)
         assert {AGAIN, SLICED, KEPT} <= {one.name for one in (best, *lost)}
-
-
-def test_slices_that_leave_room_give_way_to_fewer_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = products()
-    budget = trial_of(graph, READ, NODES, GROUPS).peak_bytes
-
-    def fill(again: Trial, order: Sequence[Resident], room: int) -> list[Resident]:
-        """By an estimate that takes whole parameters for larger than they are."""
-        kind, num = (SLICES, 7) if room <= budget else (PARAMETERS, 6)
-        return [one for one in order if one.kind == kind][:num]
-
-    monkeypatch.setattr(residency, "fill", fill)
-    best, lost = choose(graph, lambda _: budget, NODES, GROUPS)
-    assert {(len(one.figures.kept), len(one.figures.sliced)) for one in (best, *lost)} >= {(0, 7), (6, 0)}
 
 
 def test_where_all_ranks_are_on_a_node_nothing_is_offered(fake_group_of_four: None) -> None:

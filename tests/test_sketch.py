@@ -12,7 +12,6 @@ from fsdp_compile.passes import Group
 from fsdp_compile.passes.budget.sketch import Sketch, saved_without
 from fsdp_compile.passes.budget.trial import Figures, trial_of
 from fsdp_compile.passes.cost.profiles import HardwareProfile
-from fsdp_compile.passes.cost.replay import Compute, Event, Lanes, Launch, Wait, simulate
 from fsdp_compile.passes.schedule.activations import activations_of, matrices_of
 from tests.test_budget import GROUPS, WEIGHTS, five_products
 from tests.test_chosen_slices import GROUPS as OF_NODES
@@ -96,17 +95,3 @@ def test_a_bucket_that_is_kept_in_part_is_in_no_sketch() -> None:
     sketch = Sketch(trial_of(two_blocks(), (), TOY, GROUPS), TOY, GROUPS)
     assert sketch.figures(EVERYTHING[:1], (), (), 1) is None
     assert sketch.figures(EVERYTHING, (), (), 1) is not None
-
-
-def test_lanes_are_replayed_in_the_seconds_of_a_simulation() -> None:
-    events: list[Event] = [
-        Launch("g", 3.0, "a", slows_compute=0.5), Compute("c", 1.0), Launch("h", 2.0, "a"), Launch("r", 9.0, "b"),
-        Wait("g"), Compute("d", 1.5), Wait("h"), Compute("e", 0.5), Wait("r"),
-    ]  # fmt: skip
-    lanes, later = Lanes(), Lanes(now_s=5.0)
-    for event in events:
-        lanes.run(event)
-        later.run(event)
-        assert lanes.is_like(later)
-    assert lanes.now_s == simulate(events).total_s == later.now_s - 5.0
-    assert not lanes.is_like(Lanes(slowing=((0.0, 1.0, 0.5),)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..passes.budget.budget import searched
+from ..passes.budget.periods import FEW, Periods, periods_of
 from ..passes.budget.residency import GATHER, RECOMPUTE
 from ..passes.budget.trial import trial_of
 from ..passes.cost.memory import GraphMemory, saved_by, weigh
@@ -19,7 +21,21 @@ from ..passes.ir.plan import Choice, Plan
 from ..passes.ir.provenance import find_reduces
 from .joint import PRECISIONS, device_mesh, joint_graph
 from .layers import Run, find_run, with_fewer
-from .steps import KINDS, Added, Bytes, Half, added, extended, half_of, kinds_by_name, peak, plus, replay
+from .steps import (
+    KINDS,
+    NO_BYTES,
+    Added,
+    Bytes,
+    Half,
+    added,
+    extended,
+    half_of,
+    kinds_by_name,
+    peak,
+    plus,
+    repeated,
+    replay,
+)
 from .target import Made
 
 OPTIMIZER = "optimizer state"
@@ -137,6 +153,7 @@ class Planner:
         self.run: Run | None = find_run(made.model)
         self._joints: dict[int, tuple[fx.Graph, Plan]] = {}
         self._wholes: dict[int, Whole] = {}
+        self._choice: Choice | None = None
 
     @property
     def num_periods(self) -> int:
@@ -153,12 +170,8 @@ class Planner:
             if run is not None:
                 model, run = with_fewer(model, run, times), dataclasses.replace(run, times=times)
                 self._told(f"tracing {times * run.period} of {self.num_periods * run.period} layers")
-            one, budget = self.configuration, {}
-            if one.budget is not None:
-                budget = {"memory_budget": one.budget, "may": one.may, "profile": self.hardware.profile}
-            self._joints[times] = joint_graph(
-                model, self.made.call, self._mesh, self.hardware.precision, one.checkpointing, run, budget
-            )
+            how = self.configuration.checkpointing
+            self._joints[times] = joint_graph(model, self.made.call, self._mesh, self.hardware.precision, how, run)
         return self._joints[times]
 
     def few(self, times: int) -> Whole:
@@ -170,9 +183,11 @@ class Planner:
         return self._wholes[times]
 
     def all_alike(self) -> tuple[Whole, int]:
-        """Return a step with all periods, and how many were traced: within a budget all, as no two may be alike."""
+        """Return a step with all periods, and how many were traced."""
+        if self.configuration.budget is not None:
+            return self._within(self.configuration.budget)
         for times in _FEW[len(self.configuration.mesh) - 1 :]:
-            if times + 1 >= self.num_periods or self.configuration.budget is not None:
+            if times + 1 >= self.num_periods:
                 break
             shorter, longer = self.few(times), self.few(times + 1)
             more = _added(shorter, longer)
@@ -180,10 +195,29 @@ class Planner:
                 return _extended(shorter, (more, self.num_periods - times)), times + 1
         return self.few(self.num_periods), self.num_periods
 
+    def _within(self, budget: int) -> tuple[Whole, int]:
+        """Return a step with all periods within a budget, by the search of a compilation, and how many were traced."""
+        times = min(self.num_periods, FEW + 1)
+        left_out = (self.num_periods - times) * (self.run.period if self.run else 1)
+        joint, _ = self.joint(times)
+        periods = periods_of(joint, left_out)
+        if left_out and not periods.names:
+            times = self.num_periods
+            joint, _ = self.joint(times)
+            periods = periods_of(joint)
+        self._told(f"choosing for {self.num_periods} repeated parts")
+        profile = self.hardware.profile
+        plan = searched(joint, lambda _: budget, profile, self.configuration.may, periods)
+        self._choice = plan.choice
+        few = periods.compressed(plan.keep, plan.recompute, plan.slices, plan.offload)
+        assert few is not None
+        (keep, recompute, slices, offload), more = few
+        plan = dataclasses.replace(plan, keep=keep, recompute=recompute, slices=slices, offload=offload)
+        return whole_of(periods.graph, plan, profile, periods, more), times
+
     def forecast(self) -> Forecast:
         """Forecast by what is chosen within the budget; without one, by the settings of the units."""
         whole, num_traced = self.all_alike()
-        _, plan = self.joint(num_traced)
         states, passes = OPTIMIZERS[self.hardware.optimizer]
         trainable = int(self._of_all(_trainable_bytes, num_traced))
         profile = self.hardware.profile
@@ -200,7 +234,7 @@ class Planner:
             self._of_all(_flops, num_traced),
             num_traced * period,
             self.num_periods * period,
-            plan.choice,
+            self._choice,
         )
 
     def _of_all(self, figure: Callable[[fx.Graph], float], num_traced: int) -> float:
@@ -213,14 +247,24 @@ class Planner:
         return longer + (self.num_periods - num_traced) * (longer - figure(joint))
 
 
-def whole_of(joint: fx.Graph, plan: Plan, profile: HardwareProfile) -> Whole:
-    """Return the step of a joint graph with what this plan keeps, recomputes and offloads."""
+def whole_of(
+    joint: fx.Graph,
+    plan: Plan,
+    profile: HardwareProfile,
+    periods: Periods | None = None,
+    more: Mapping[int, int] | None = None,
+) -> Whole:
+    """Return the step of a joint graph with what this plan keeps, recomputes and offloads, with ``more`` periods."""
     names = plan.recompute, plan.slices, plan.lookahead, plan.offload
     trial = trial_of(joint, plan.keep, profile, None, False, *names)
     forward, backward = trial.forward.graph, trial.backward.graph
     weight = weigh(GraphMemory.of(forward), GraphMemory.of(backward), saved_by(forward, backward))
-    first = half_of(forward, profile)
-    then = half_of(backward, profile, weight.given_up, kinds_by_name(forward))
+    periods, more = periods or Periods(joint), more or {}
+    held = tuple(sum(more.values()) * periods.held_bytes if kind == "shards" else 0 for kind in KINDS)
+    first = half_of(forward, profile, turns=periods.forward)
+    first, saved = repeated(first, more, held, NO_BYTES)
+    then = half_of(backward, profile, weight.given_up, kinds_by_name(forward), periods.backward)
+    then, _ = repeated(then, more, held, saved)
     returned = tuple(weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)
     # What the caller holds in backward, it held in forward as well, or forward returned it.
     return Whole(first, dataclasses.replace(then, held=plus(first.held, returned)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .._torch_compat.inductor import trace_joint_graph
 from ..api.auto_shard import auto_shard
-from ..api.configure import configure
 from ..core.unit import original_class, units_in
 from ..graph.install import manager
 from ..passes import GraphRecord, Plan
@@ -57,9 +55,8 @@ def joint_graph(
     precision: str,
     checkpointing: str,
     run: Run | None,
-    budget: Mapping[str, Any],
 ) -> tuple[fx.Graph, Plan]:
-    """Shard and checkpoint this model; return its joint graph, for ``trial_of``, and its plan, within any budget."""
+    """Shard and checkpoint this model; return its joint graph, for ``trial_of``, and its plan without a budget."""
     found: list[GraphRecord] = []
     stored, computed, reduced = PRECISIONS[precision]
     if stored is not None:
@@ -68,8 +65,6 @@ def joint_graph(
     _checkpoint(model, checkpointing, run)
     if not units_in(model):
         _shard(model, mesh, MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced), run)
-    if budget:
-        configure(model, **budget)
     model.to_empty(device="cpu")  # memory that is never written to costs nothing
     try:
         with observing(manager.observers, found.append):

@@ -19,6 +19,7 @@ Where the longer is not the shorter with a few blocks inserted, layers do not re
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,7 @@ class Step:
     group: str = ""  # of a launch
     slows: float = 0.0  # of a launch: share of its speed that computation loses meanwhile
     back: int = 0  # of a wait: 1 where it waits for the last launch before it, 2 for the one before that
+    turn: int = -1  # the period that it belongs to, where periods are given
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,12 @@ def half_of(
     profile: HardwareProfile,
     given_up: Sequence[str] = (),
     kinds_given: Mapping[str, str] | None = None,
+    turns: Mapping[str, int] | None = None,
 ) -> Half:
-    """Return the half of a lowered graph; ``kinds_given`` are kinds of its inputs that another graph knows better."""
+    """Return the half of a lowered graph; ``kinds_given`` are kinds of its inputs that another graph knows better.
+
+    ``turns`` has the periods of its nodes, by name.
+    """
     kind_of = _kinds(graph, kinds_given or {})
     given = storages_given(graph, given_up)
     nodes = list(graph.nodes)
@@ -96,7 +102,7 @@ def half_of(
         elif life.last < first_call:  # nobody reads it
             begin = plus(begin, size, -1)
     events = events_of(graph, profile, None, given_up)
-    return Half(held, begin, _steps(nodes, events, adds, drops))
+    return Half(held, begin, _steps(nodes, events, adds, drops, turns or {}))
 
 
 def replay(half: Half) -> Timeline:
@@ -133,12 +139,16 @@ def kinds_by_name(graph: fx.Graph) -> dict[str, str]:
 
 
 def _steps(
-    nodes: Sequence[fx.Node], events: Sequence[Event], adds: Sequence[dict[int, int]], drops: Sequence[dict[int, int]]
+    nodes: Sequence[fx.Node],
+    events: Sequence[Event],
+    adds: Sequence[dict[int, int]],
+    drops: Sequence[dict[int, int]],
+    turns: Mapping[str, int],
 ) -> tuple[Step, ...]:
     steps: list[Step] = []
     launched: dict[str, int] = {}
-    targets = (str(node.target) for node in nodes if node.op == "call_function")
-    for what, event, its_adds, its_drops in zip(targets, events, adds, drops, strict=True):
+    calls = (node for node in nodes if node.op == "call_function")
+    for node, event, its_adds, its_drops in zip(calls, events, adds, drops, strict=True):
         comes, goes = _as_bytes(its_adds), _as_bytes(its_drops)
         if isinstance(event, Launch):
             launched[event.name] = len(launched)
@@ -146,7 +156,7 @@ def _steps(
         elif isinstance(event, Wait):
             steps.append(Step("wait", 0.0, comes, goes, back=len(launched) - launched[event.name]))
         elif event.seconds or its_adds or its_drops:
-            steps.append(Step(what, event.seconds, comes, goes))
+            steps.append(Step(str(node.target), event.seconds, comes, goes, turn=turns.get(node.name, -1)))
     return tuple(steps)
 
 
@@ -229,3 +239,21 @@ def _blocks(shorter: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, 
     if any(how in ("replace", "delete") for how, *_ in found):
         return []
     return [(place, tuple(longer[first:last])) for how, place, _, first, last in found if how == "insert"]
+
+
+def repeated(half: Half, more: Mapping[int, int], held: Bytes, given: Bytes) -> tuple[Half, Bytes]:
+    """Return a half with so many more of each period, and the bytes that these leave behind.
+
+    The caller holds ``held`` for them from begin to end, and gives ``given`` at the beginning.
+    """
+    begins: dict[int, int] = {}
+    for place, step in enumerate(half.steps):
+        if step.turn >= 0 and step.seconds > 0:
+            begins.setdefault(step.turn, place)
+    steps, left = [*half.steps], NO_BYTES
+    for (begin, turn), (end, _) in reversed([*itertools.pairwise(sorted((at, turn) for turn, at in begins.items()))]):
+        block = half.steps[begin:end] * more.get(turn, 0)
+        steps[end:end] = block
+        for step in block:
+            left = plus(plus(left, step.adds), step.drops, -1)
+    return Half(plus(half.held, held), plus(half.given, given), tuple(steps)), left

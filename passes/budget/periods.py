@@ -84,7 +84,7 @@ class Periods:
 
 
 def periods_of(graph: fx.Graph, more: int = 0) -> Periods:
-    """Return a graph with few of the periods of a joint graph; ``more`` of them were not traced."""
+    """Return a graph with few of the periods of a joint graph; ``more`` layers of the step were not traced."""
     run = few = _find(graph)
     if run is None:
         return Periods(graph)
@@ -96,7 +96,10 @@ def periods_of(graph: fx.Graph, more: int = 0) -> Periods:
         graph = shorter
     held = {one.fqn: sum(map(tensor_bytes, tensors_of(one.shard))) for one in find_unshards(graph)}
     half = len(run.names) // 2
-    others = [tuple(_NUMBER.sub(rf"\g<1>{turn + 1}_\g<2>\g<3>", name) for name in run.names[0]) for turn in range(more)]
+    others = [
+        tuple(_NUMBER.sub(rf"\g<1>{turn + 1}0000\g<2>\g<3>", name) for name in run.names[0])
+        for turn in range(more // run.period)
+    ]
     nodes = [*graph.nodes]
     return Periods(
         graph,
@@ -112,6 +115,7 @@ def periods_of(graph: fx.Graph, more: int = 0) -> Periods:
 class _Run:
     """Periods that follow one another: their parameters, and the places of their nodes in forward and in backward."""
 
+    period: int  # layers
     names: tuple[tuple[str, ...], ...]
     forward: tuple[range, ...]
     backward: tuple[range, ...]
@@ -141,6 +145,7 @@ def _find(graph: fx.Graph) -> _Run | None:
             if len(run) > 1 and len(run) * period > most:
                 most = len(run) * period
                 best = _Run(
+                    period,
                     tuple(tuple(one.fqn for one in groups[turn]) for turn in run),
                     tuple(forward[turn] for turn in run),
                     tuple(backward[turn] for turn in run),

@@ -10,9 +10,9 @@ every layer) and of how many layers take it, the last ones first. Kinds are take
 by which they raise the peak, both as sketches predict them (sketch.py) of a graph with few of the layers (periods.py).
 
 At first only parameters are chosen among: their gathers cost time, and saved activations cost none. If not all of them
-fit, the search is repeated from a step that recomputes all activations, or has them on the host. For the best, launching
-gathers two and three units ahead is tried, too. The fastest candidate within the budget wins, or the one with the
-lowest peak if none fits.
+fit, the search is repeated from a step that recomputes all activations, or has them on the host. For the best,
+launching gathers two and three units ahead is tried, too. The fastest candidate within the budget wins, or the one with
+the lowest peak if none fits.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ..schedule.activations import activations_of, matrices_of
 from ..schedule.slices import keeps_slice, offers_slice
 from .periods import Periods, periods_of
 from .sketch import Sketch, saved_without
+from .stretch import figures_of
 from .trial import Figures, trial_of
 
 MAY = GATHER, RECOMPUTE, OFFLOAD = "gather", "recompute", "offload"  # what a budget may choose
@@ -142,12 +143,16 @@ class _Search:
         fits = everything is not None and everything.peak_bytes <= self._budget
         if not fits and (self._activations or self._matrices):
             self._lean(items)
-        best = min(self._tried.values(), key=lambda one: self._order(one.figures))
-        if best.figures.exposed_s > 0 and self._fits(best.figures):  # earlier gathers may be hidden, but are held longer
-            [decision] = [one for one, tried in self._tried.items() if tried is best]
-            for lookahead in _LOOKAHEADS:
-                self._try(f"{best.name}, gathered {lookahead} units ahead", dataclasses.replace(decision, lookahead=lookahead))
-            best = min(self._tried.values(), key=lambda one: self._order(one.figures))
+        decision, best = self._best()
+        if best.figures.exposed_s > 0 and self._fits(best.figures):  # earlier gathers may be hidden, but stay longer
+            for ahead in _LOOKAHEADS:
+                self._try(f"{best.name}, gathered {ahead} units ahead", dataclasses.replace(decision, lookahead=ahead))
+            decision, best = self._best()
+        exact: set[Decision] = set()
+        while decision not in exact:  # what the partitioner makes of recomputation and copies, a cut tells exactly
+            self._tried[decision] = Tried(best.name, self._cut(decision) or best.figures)
+            exact.add(decision)
+            decision, best = self._best()
         lost = (one for one in self._tried.values() if one is not best)
         return best, sorted(lost, key=lambda one: one.figures.seconds)
 
@@ -224,19 +229,32 @@ class _Search:
 
     def _figures(self, decision: Decision) -> Figures | None:
         its = decision.kept, decision.recomputed, decision.sliced, decision.offloaded
-        few = self._periods.compressed(*its)
-        if few is None:
+        found = self._periods.compressed(*its)
+        if found is None:
             return None
-        (kept, recomputed, sliced, offloaded), more = few
+        (kept, recomputed, sliced, offloaded), more = found
         sketch = self._sketches[bool(recomputed)]
         figures = sketch.figures(kept, recomputed, sliced, decision.lookahead, offloaded, more)
-        if figures is None and not more:  # a bucket that is kept in part is in no sketch
-            names = recomputed, sliced, decision.lookahead, offloaded
-            figures = Figures.of(trial_of(self._periods.graph, kept, self._profile, self._groups, False, *names))
-        if figures is None:
+        return self._cut(decision) if figures is None else self._of_all(figures, decision)
+
+    def _cut(self, decision: Decision) -> Figures | None:
+        """Return the figures of a trial of its own."""
+        found = self._periods.compressed(decision.kept, decision.recomputed, decision.sliced, decision.offloaded)
+        if found is None:
             return None
-        away = decision.offloaded & self._all(figures.offloaded)
-        return dataclasses.replace(figures, kept=its[0], recomputed=its[1], sliced=its[2], offloaded=away)
+        (kept, recomputed, sliced, offloaded), more = found
+        its = recomputed, sliced, decision.lookahead, offloaded
+        trial = trial_of(self._periods.graph, kept, self._profile, self._groups, False, *its)
+        return self._of_all(figures_of(trial, self._periods, more), decision)
+
+    def _of_all(self, few: Figures, decision: Decision) -> Figures:
+        """Return figures with the names in all layers."""
+        away = decision.offloaded & self._all(few.offloaded)
+        names = {"kept": decision.kept, "recomputed": decision.recomputed, "sliced": decision.sliced, "offloaded": away}
+        return dataclasses.replace(few, **names)
+
+    def _best(self) -> tuple[Decision, Tried]:
+        return min(self._tried.items(), key=lambda both: self._order(both[1].figures))
 
     def _order(self, figures: Figures) -> tuple[float, ...]:
         """Return what the best of some figures has least of."""

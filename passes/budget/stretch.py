@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from torch import fx
 
 from ..cost.replay import Compute, Event, Launch, Wait, simulate
 from ..wire.streams import TO_DEVICE, TO_HOST
+from .periods import Periods
+from .trial import Figures, Half, Trial
 
 Begins = Sequence[tuple[int, int]]  # the place where a period begins, and which period
 
@@ -29,11 +32,13 @@ class Replayed:
     copied_s: float  # of copies to the host and back, each alone
 
 
-def begins_of(order: Sequence[tuple[int, fx.Node]], turns: Mapping[str, int], events: Mapping[fx.Node, Event]) -> Begins:
+def begins_of(
+    order: Sequence[tuple[int, fx.Node]], turns: Mapping[str, int], events: Mapping[fx.Node, Event]
+) -> Begins:
     """Return the place of each period's first computation, in order."""
     found: dict[int, int] = {}
     for place, node in order:
-        if node.name in turns and isinstance(events.get(node), Compute):
+        if node.name in turns and isinstance(event := events.get(node), Compute) and event.seconds > 0:
             found.setdefault(turns[node.name], place)
     return sorted((place, turn) for turn, place in found.items())
 
@@ -70,3 +75,27 @@ def stretched(alive: Sequence[int], begins: Begins, more: Mapping[int, int], bef
         highest = max(highest, most + extra, most + extra + left)
         extra += left
     return highest, extra
+
+
+def figures_of(trial: Trial, periods: Periods, more: Mapping[int, int]) -> Figures:
+    """Return the figures of a trial of few periods, with so many more of each."""
+    before, then = (
+        _of_half(half, turns, more)
+        for half, turns in ((trial.forward, periods.forward), (trial.backward, periods.backward))
+    )
+    forward_bytes, carried_bytes = stretched(trial.weight.forward, before.begins, more)
+    backward_bytes, _ = stretched(trial.weight.backward, then.begins, more, carried_bytes)
+    held_bytes = trial.weight.held_bytes + sum(more.values()) * periods.held_bytes
+    return dataclasses.replace(
+        Figures.of(trial),
+        peak_bytes=held_bytes + max(forward_bytes, trial.weight.returned_bytes + backward_bytes),
+        seconds=before.seconds + then.seconds,
+        exposed_s=before.exposed_s + then.exposed_s,
+        copied_s=before.copied_s + then.copied_s,
+    )
+
+
+def _of_half(half: Half, turns: Mapping[str, int], more: Mapping[int, int]) -> Replayed:
+    calls = [(place, node) for place, node in enumerate(half.graph.nodes) if node.op == "call_function"]
+    events = {node: event for (_, node), event in zip(calls, half.events)}
+    return replayed([(place, events[node]) for place, node in calls], begins_of(calls, turns, events), more)
