@@ -79,6 +79,8 @@ def stretched(alive: Sequence[int], begins: Begins, more: Mapping[int, int], bef
 
 def figures_of(trial: Trial, periods: Periods, more: Mapping[int, int]) -> Figures:
     """Return the figures of a trial of few periods, with so many more of each."""
+    if not more:
+        return Figures.of(trial)
     before, then = (
         _of_half(half, turns, more)
         for half, turns in ((trial.forward, periods.forward), (trial.backward, periods.backward))
