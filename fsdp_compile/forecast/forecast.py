@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..passes.budget.budget import searched
 from ..passes.budget.periods import FEW, Periods, periods_of
 from ..passes.budget.residency import GATHER, RECOMPUTE
+from ..passes.budget.stretch import Replayed, halves_of
 from ..passes.budget.trial import trial_of
 from ..passes.cost.memory import GraphMemory, saved_by, weigh
 from ..passes.cost.profiles import HardwareProfile
@@ -138,6 +139,15 @@ class Whole:
 
     forward: Half
     backward: Half
+    timed: tuple[Replayed, Replayed] | None = None  # of a step within a budget; else the halves are replayed
+
+    def times(self) -> tuple[float, float, float]:
+        """Return the seconds of forward and of backward, and of both those that computation waits."""
+        if self.timed is not None:
+            before, after = self.timed
+            return before.seconds, after.seconds, before.exposed_s + after.exposed_s
+        first, then = replay(self.forward), replay(self.backward)
+        return first.total_s, then.total_s, first.exposed_s + then.exposed_s
 
     def peak(self) -> Bytes:
         return max(peak(self.forward), peak(self.backward), key=sum)
@@ -218,6 +228,7 @@ class Planner:
     def forecast(self) -> Forecast:
         """Forecast by what is chosen within the budget; without one, by the settings of the units."""
         whole, num_traced = self.all_alike()
+        forward_s, backward_s, exposed_s = whole.times()
         states, passes = OPTIMIZERS[self.hardware.optimizer]
         trainable = int(self._of_all(_trainable_bytes, num_traced))
         profile = self.hardware.profile
@@ -226,10 +237,10 @@ class Planner:
             self.configuration,
             self.hardware,
             {**dict(zip(KINDS, whole.peak())), OPTIMIZER: states * trainable},
-            replay(whole.forward).total_s,
-            replay(whole.backward).total_s,
+            forward_s,
+            backward_s,
             passes * trainable / (profile.memory_bytes_per_s * profile.memory_efficiency),
-            replay(whole.forward).exposed_s + replay(whole.backward).exposed_s,
+            exposed_s,
             self.made.num_tokens * self.hardware.num_ranks,
             self._of_all(_flops, num_traced),
             num_traced * period,
@@ -267,7 +278,8 @@ def whole_of(
     then, _ = repeated(then, more, held, saved)
     returned = tuple(weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)
     # What the caller holds in backward, it held in forward as well, or forward returned it.
-    return Whole(first, dataclasses.replace(then, held=plus(first.held, returned)))
+    timed = halves_of(trial, periods, more) if periods.names else None
+    return Whole(first, dataclasses.replace(then, held=plus(first.held, returned)), timed)
 
 
 def _added(shorter: Whole, longer: Whole) -> tuple[Added, Added] | None:

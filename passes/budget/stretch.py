@@ -81,10 +81,7 @@ def figures_of(trial: Trial, periods: Periods, more: Mapping[int, int]) -> Figur
     """Return the figures of a trial of few periods, with so many more of each."""
     if not more:
         return Figures.of(trial)
-    before, then = (
-        _of_half(half, turns, more)
-        for half, turns in ((trial.forward, periods.forward), (trial.backward, periods.backward))
-    )
+    before, then = halves_of(trial, periods, more)
     forward_bytes, carried_bytes = stretched(trial.weight.forward, before.begins, more)
     backward_bytes, _ = stretched(trial.weight.backward, then.begins, more, carried_bytes)
     held_bytes = trial.weight.held_bytes + sum(more.values()) * periods.held_bytes
@@ -95,6 +92,11 @@ def figures_of(trial: Trial, periods: Periods, more: Mapping[int, int]) -> Figur
         exposed_s=before.exposed_s + then.exposed_s,
         copied_s=before.copied_s + then.copied_s,
     )
+
+
+def halves_of(trial: Trial, periods: Periods, more: Mapping[int, int]) -> tuple[Replayed, Replayed]:
+    """Return the seconds of its forward and of its backward."""
+    return _of_half(trial.forward, periods.forward, more), _of_half(trial.backward, periods.backward, more)
 
 
 def _of_half(half: Half, turns: Mapping[str, int], more: Mapping[int, int]) -> Replayed:
