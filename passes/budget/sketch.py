@@ -5,8 +5,8 @@
     forward of both                  G0 w0 y0 | G1 w1 y1 -> w1                  w1 stays until the end
 
 The partitioner saves the same activations whichever weights are kept. So a step is what the trial has, less what
-backward is given: it is left out with all that only it needs. The rest is put in the order of its own plan, and weighed
-and timed. An activation that is saved is given like a weight, if the trial computes it again.
+backward is given: it is left out with all that only it needs. The rest is put in the order of its own plan, and timed.
+An activation that is saved is given like a weight, if the trial computes it again.
 """
 
 from __future__ import annotations
@@ -123,10 +123,9 @@ class Sketch:
         sliced: Collection[str],
         lookahead: int,
         offloaded: Collection[str] = (),
-        more: Mapping[int, int] | None = None,
+        more: Mapping[int, int] = {},
     ) -> Figures | None:
         """Return the figures of a step, with so many ``more`` of each period; None if only a trial tells them."""
-        more = more or {}
         if not self._trial.uses.sources.isdisjoint(kept):
             return None  # the partitioner may save what is computed of these
         plan = self._plan(kept, sliced, lookahead)
@@ -149,8 +148,7 @@ class Sketch:
         first = self._forward(lookahead)
         away = [node for node in taken if self.leaving.get(node) in offloaded]
         sent, fetched = self._sent(first, away), self._fetched(order, away, given, lookahead)
-        ahead = [(place, node) for node in first.order for place in (first.position[node],)]
-        end = len(first.alive) - 1
+        ahead, end = [(first.position[node], node) for node in first.order], len(first.alive) - 1
         before = replayed(
             [
                 *((at, one) for at, node in ahead for one in (*_of(first.events, node), *sent.events.get(at, ()))),
@@ -159,20 +157,19 @@ class Sketch:
             begins_of(ahead, self._periods.forward, first.events),
             more,
         )
-        behind = [*enumerate(order, len([node for node in taken if node.op == "placeholder"]))]
+        behind = [*enumerate(order, sum(node.op == "placeholder" for node in taken))]
         then = replayed(
             [
-                (at, one)
-                for place, (at, node) in enumerate(behind)
+                (at, one) for place, (at, node) in enumerate(behind)
                 for one in (*fetched.events.get(place, ()), *_of(events, node))
             ],
             begins_of(behind, self._periods.backward, events),
             more,
         )
-        alive = self._forward_bytes(first, taken, pieces, sent.bound)
-        forward_bytes, carried_bytes = stretched(alive, before.begins, more)
-        alive = self._backward_bytes(order, taken, pieces, fetched.bound)
-        backward_bytes, _ = stretched(alive, then.begins, more, carried_bytes)
+        in_forward = self._forward_bytes(first, taken, pieces, sent.bound)
+        in_backward = self._backward_bytes(order, taken, pieces, fetched.bound)
+        forward_bytes, carried_bytes = stretched(in_forward, before.begins, more)
+        backward_bytes, _ = stretched(in_backward, then.begins, more, carried_bytes)
         held_bytes = self._trial.weight.held_bytes + sum(more.values()) * self._periods.held_bytes
         times = {name: 1 + more.get(turn, 0) for name, turn in self._periods.forward.items()}
         return Figures(

@@ -1,0 +1,27 @@
+"""A search over few of a step's layers chooses what the whole step then takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_compile.passes.budget.periods import FEW, periods_of
+from fsdp_compile.passes.budget.residency import choose
+from fsdp_compile.passes.budget.trial import trial_of
+from tests.test_chosen_slices import GROUPS, NODES, products
+
+LAYERS = 24
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_figures_of_few_layers_are_those_of_a_trial_of_all(share: float) -> None:
+    graph = products(LAYERS)
+    periods = periods_of(graph)
+    assert len(periods.few) == FEW < len(periods.names) and len(periods.graph.nodes) < len(graph.nodes) // 2
+    everything = tuple(f"{layer}.weight" for layer in range(LAYERS))
+    least, most = (trial_of(graph, kept, NODES, GROUPS).peak_bytes for kept in ((), everything))
+    budget = int(least + share * (most - least))
+    best, _ = choose(graph, lambda _: budget, NODES, GROUPS)
+    its = best.figures
+    tried = trial_of(graph, its.kept, NODES, GROUPS, sliced=its.sliced, lookahead=its.lookahead)
+    assert tried.peak_bytes == its.peak_bytes <= budget
+    assert tried.seconds == pytest.approx(its.seconds, rel=0.01)
