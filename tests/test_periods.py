@@ -9,10 +9,9 @@ from fsdp_compile.passes.budget.residency import choose
 from fsdp_compile.passes.budget.trial import trial_of
 from tests.test_chosen_slices import GROUPS, NODES, products
 
-LAYERS = 24
+LAYERS = 48
 
 
-@pytest.mark.xfail(reason="of these products, few layers tell 223 KB where the whole step takes 387 KB")
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_figures_of_few_layers_are_those_of_a_trial_of_all(share: float) -> None:
     graph = products(LAYERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..passes.budget.budget import searched
 from ..passes.budget.periods import FEW, Periods, periods_of
 from ..passes.budget.residency import GATHER, RECOMPUTE
-from ..passes.budget.stretch import Replayed, halves_of
+from ..passes.budget.stretch import Blocks, Replayed, Unsettled, halves_of
 from ..passes.budget.trial import trial_of
 from ..passes.cost.memory import GraphMemory, saved_by, weigh
 from ..passes.cost.profiles import HardwareProfile
@@ -211,19 +211,23 @@ class Planner:
         left_out = (self.num_periods - times) * (self.run.period if self.run else 1)
         joint, _ = self.joint(times)
         periods = periods_of(joint, left_out)
-        if left_out and not periods.names:
+        self._told(f"choosing for {self.num_periods} repeated parts")
+        how = self.hardware.profile, self.configuration.may
+        try:
+            if left_out and not periods.names:
+                raise Unsettled
+            plan = searched(joint, lambda _: budget, *how, periods)
+        except Unsettled:
             times = self.num_periods
             joint, _ = self.joint(times)
-            periods = periods_of(joint)
-        self._told(f"choosing for {self.num_periods} repeated parts")
-        profile = self.hardware.profile
-        plan = searched(joint, lambda _: budget, profile, self.configuration.may, periods)
+            periods = Periods(joint)
+            plan = searched(joint, lambda _: budget, *how, periods)
         self._choice = plan.choice
         few = periods.compressed(plan.keep, plan.recompute, plan.slices, plan.offload)
         assert few is not None
         (keep, recompute, slices, offload), more = few
         plan = dataclasses.replace(plan, keep=keep, recompute=recompute, slices=slices, offload=offload)
-        return whole_of(periods.graph, plan, profile, periods, more), times
+        return whole_of(periods.graph, plan, self.hardware.profile, periods, more), times
 
     def forecast(self) -> Forecast:
         """Forecast by what is chosen within the budget; without one, by the settings of the units."""
@@ -263,22 +267,23 @@ def whole_of(
     plan: Plan,
     profile: HardwareProfile,
     periods: Periods | None = None,
-    more: Mapping[int, int] | None = None,
+    blocks: Blocks | None = None,
 ) -> Whole:
-    """Return the step of a joint graph with what this plan keeps, recomputes and offloads, with ``more`` periods."""
+    """Return the step of a joint graph with what this plan keeps, recomputes and offloads, with more in ``blocks``."""
     names = plan.recompute, plan.slices, plan.lookahead, plan.offload
     trial = trial_of(joint, plan.keep, profile, None, False, *names)
     forward, backward = trial.forward.graph, trial.backward.graph
     weight = weigh(GraphMemory.of(forward), GraphMemory.of(backward), saved_by(forward, backward))
-    periods, more = periods or Periods(joint), more or {}
-    held = tuple(sum(more.values()) * periods.held_bytes if kind == "shards" else 0 for kind in KINDS)
+    periods, blocks = periods or Periods(joint), blocks or {}
+    before, behind = halves_of(trial, periods, blocks)
+    held = tuple(sum(blocks.values()) * periods.held_bytes if kind == "shards" else 0 for kind in KINDS)
     first = half_of(forward, profile, turns=periods.forward)
-    first, saved = repeated(first, more, held, NO_BYTES)
+    first, saved = repeated(first, before.more, held, NO_BYTES)
     then = half_of(backward, profile, weight.given_up, kinds_by_name(forward), periods.backward)
-    then, _ = repeated(then, more, held, saved)
+    then, _ = repeated(then, behind.more, held, saved)
     returned = tuple(weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)
     # What the caller holds in backward, it held in forward as well, or forward returned it.
-    timed = halves_of(trial, periods, more) if periods.names else None
+    timed = (before, behind) if periods.names else None
     return Whole(first, dataclasses.replace(then, held=plus(first.held, returned)), timed)
 
 

@@ -3,7 +3,7 @@
     all layers     E | a b c d e f ... x y z | H       find: the nodes of each layer, in forward and in backward
     few            E | a b       ...     y z | H       ``graph``: those in between are left out
     a choice       E | A A A A A B B ... B B | H       A, B: layers with different choices
-    of the few     E | A A             B B   | H       ``compressed``, and how many layers more each one stands for
+    of the few     E | A A A A     B B B B   | H       ``compressed``, and how many layers more each block stands for
 
 Layers are equal if their parameters have equal names but for the first number, and their nodes are the same operators
 on the same sizes. A period is the shortest run of layers that repeats.
@@ -23,7 +23,8 @@ from ..cost.memory import results_of
 from ..ir.aliases import hint, tensor_bytes, tensors_of
 from ..ir.provenance import Marker, find_reduces, find_unshards
 
-FEW = 8  # periods that are searched
+FEW = 16  # periods that are searched: four blocks
+_FEW_OF_A_BLOCK = 4  # its first and its last may differ from the two between them, of which one is repeated
 _LONGEST_PERIOD = 8  # layers
 _NUMBER = re.compile(r"(.*?)\b(\d+)\b(.*)")
 
@@ -53,8 +54,8 @@ class Periods:
             return [frozenset(few)]
         return [frozenset(names[places[name][1]] for name in few) for names in self.names]
 
-    def compressed(self, *sets: Names) -> tuple[list[frozenset[str]], dict[int, int]] | None:
-        """Return these sets of names for the few periods, and how many more each stands for; None if few are too few.
+    def compressed(self, *sets: Names) -> tuple[list[frozenset[str]], dict[range, int]] | None:
+        """Return these sets of names for the few periods, and how many more are in a block of them; None if it has many.
 
         Periods that follow one another in the same sets are one block, of which some are left out.
         """
@@ -63,7 +64,7 @@ class Periods:
         its = [{*one} for one in sets]
         kinds = [tuple(tuple(name in one for name in names) for one in its) for names in self.names]
         blocks = [(kind, len([*same])) for kind, same in itertools.groupby(kinds)]
-        lengths = [min(length, 2) for _, length in blocks]
+        lengths = [min(length, _FEW_OF_A_BLOCK) for _, length in blocks]
         for _ in range(len(self.few) - sum(lengths)):  # the next one where most are left out
             most = max(range(len(blocks)), key=lambda place: (blocks[place][1] - lengths[place]) / lengths[place])
             lengths[most] += blocks[most][1] > lengths[most]
@@ -71,11 +72,11 @@ class Periods:
             return None
         inside = {name for names in self.names for name in names}
         found = [{name for name in one if name not in inside} for one in its]
-        more: dict[int, int] = {}
+        more: dict[range, int] = {}
         turn = 0
         for (kind, length), left in zip(blocks, lengths):
-            if length > left:  # of the first and the last of all, a neighbour is no layer: not those
-                more[min(max(turn + left // 2, 1), len(self.few) - 2)] = length - left
+            if length > left:
+                more[range(turn, turn + left)] = length - left
             for names in self.few[turn : turn + left]:
                 for one, which in zip(found, kind):
                     one.update(name for name, is_in in zip(names, which) if is_in)

@@ -33,7 +33,7 @@ from ..schedule.activations import activations_of, matrices_of
 from ..schedule.slices import keeps_slice, offers_slice
 from .periods import Periods, periods_of
 from .sketch import Sketch, saved_without
-from .stretch import figures_of
+from .stretch import Unsettled, figures_of
 from .trial import Figures, trial_of
 
 MAY = GATHER, RECOMPUTE, OFFLOAD = "gather", "recompute", "offload"  # what a budget may choose
@@ -103,17 +103,26 @@ def choose(
 
     ``joint`` has gone through the passes before ``chosen_slices``, and is not changed. The budget may depend on the
     bytes that are there before the step begins. ``may`` has some of MAY. ``periods`` are of a step with more layers
-    than were traced.
+    than were traced; Unsettled if they do not tell what all are like.
     """
-    search = _Search(periods or periods_of(joint), profile, groups, may)
-    return search.choose(budget_bytes)
+    if periods is not None:
+        return _Search(periods, None, profile, groups, may).choose(budget_bytes)
+    try:
+        return _Search(periods_of(joint), joint, profile, groups, may).choose(budget_bytes)
+    except Unsettled:
+        return _Search(Periods(joint), joint, profile, groups, may).choose(budget_bytes)
 
 
 class _Search:
     def __init__(
-        self, periods: Periods, profile: HardwareProfile, groups: Groups | None, may: Collection[str]
+        self,
+        periods: Periods,
+        whole: fx.Graph | None,
+        profile: HardwareProfile,
+        groups: Groups | None,
+        may: Collection[str],
     ) -> None:
-        self._periods, self._profile, self._groups, self._may = periods, profile, groups, may
+        self._periods, self._whole, self._profile, self._groups, self._may = periods, whole, profile, groups, may
         graph = periods.graph
         self._told = self._all(told_to_keep(graph))
         self._again = trial_of(graph, (), profile, groups)
@@ -132,7 +141,8 @@ class _Search:
         buckets = [bucket.fqns for bucket in again.plan.backward.gathers if {*bucket.fqns} <= may_stay]
         items = [*self._items("kept", buckets), *self._items("sliced", [one for one in buckets if {*one} <= offers])]
         nothing = Decision()
-        self._try(AGAIN, nothing)
+        if self._try(AGAIN, nothing) is None or periods.compressed(self._told) is None:
+            raise Unsettled
         everything = self._try(KEPT, Decision(self._all(may_stay)))
         self._try(AS_TOLD, Decision(self._told))
         if offers:
@@ -150,7 +160,7 @@ class _Search:
             decision, best = self._best()
         exact: set[Decision] = set()
         while decision not in exact:  # what the partitioner makes of recomputation and copies, a cut tells exactly
-            self._tried[decision] = Tried(best.name, self._cut(decision) or best.figures)
+            self._tried[decision] = Tried(best.name, self._cut(decision) or self._cut_whole(decision) or best.figures)
             exact.add(decision)
             decision, best = self._best()
         lost = (one for one in self._tried.values() if one is not best)
@@ -234,18 +244,31 @@ class _Search:
             return None
         (kept, recomputed, sliced, offloaded), more = found
         sketch = self._sketches[bool(recomputed)]
-        figures = sketch.figures(kept, recomputed, sliced, decision.lookahead, offloaded, more)
+        try:
+            figures = sketch.figures(kept, recomputed, sliced, decision.lookahead, offloaded, more)
+        except Unsettled:
+            return None
         return self._cut(decision) if figures is None else self._of_all(figures, decision)
 
     def _cut(self, decision: Decision) -> Figures | None:
-        """Return the figures of a trial of its own."""
+        """Return the figures of a trial of its own; None if few layers do not tell them."""
         found = self._periods.compressed(decision.kept, decision.recomputed, decision.sliced, decision.offloaded)
         if found is None:
             return None
         (kept, recomputed, sliced, offloaded), more = found
         its = recomputed, sliced, decision.lookahead, offloaded
         trial = trial_of(self._periods.graph, kept, self._profile, self._groups, False, *its)
-        return self._of_all(figures_of(trial, self._periods, more), decision)
+        try:
+            return self._of_all(figures_of(trial, self._periods, more), decision)
+        except Unsettled:
+            return None
+
+    def _cut_whole(self, decision: Decision) -> Figures | None:
+        """Return the figures of a trial of all layers, if they were traced."""
+        if self._whole is None:
+            return None
+        its = decision.recomputed, decision.sliced, decision.lookahead, decision.offloaded
+        return Figures.of(trial_of(self._whole, decision.kept, self._profile, self._groups, False, *its))
 
     def _of_all(self, few: Figures, decision: Decision) -> Figures:
         """Return figures with the names in all layers."""

@@ -36,7 +36,7 @@ from ..schedule.slices import inner_spec
 from ..schedule.uses import Use
 from ..wire.collectives import is_wait
 from .periods import Periods
-from .stretch import begins_of, replayed, stretched
+from .stretch import Blocks, begins_of, replayed, stretched
 from .trial import Figures, Half, Trial
 
 
@@ -123,9 +123,9 @@ class Sketch:
         sliced: Collection[str],
         lookahead: int,
         offloaded: Collection[str] = (),
-        more: Mapping[int, int] = {},
+        blocks: Blocks = {},
     ) -> Figures | None:
-        """Return the figures of a step, with so many ``more`` of each period; None if only a trial tells them."""
+        """Return the figures of a step, with more periods in ``blocks``; None if only a trial tells them."""
         if not self._trial.uses.sources.isdisjoint(kept):
             return None  # the partitioner may save what is computed of these
         plan = self._plan(kept, sliced, lookahead)
@@ -148,6 +148,8 @@ class Sketch:
         first = self._forward(lookahead)
         away = [node for node in taken if self.leaving.get(node) in offloaded]
         sent, fetched = self._sent(first, away), self._fetched(order, away, given, lookahead)
+        in_forward = self._forward_bytes(first, taken, pieces, sent.bound)
+        in_backward = self._backward_bytes(order, taken, pieces, fetched.bound)
         ahead, end = [(first.position[node], node) for node in first.order], len(first.alive) - 1
         before = replayed(
             [
@@ -155,7 +157,8 @@ class Sketch:
                 *((end, one) for one in sent.events.get(end, ())),
             ],
             begins_of(ahead, self._periods.forward, first.events),
-            more,
+            in_forward,
+            blocks,
         )
         behind = [*enumerate(order, sum(node.op == "placeholder" for node in taken))]
         then = replayed(
@@ -164,14 +167,13 @@ class Sketch:
                 for one in (*fetched.events.get(place, ()), *_of(events, node))
             ],
             begins_of(behind, self._periods.backward, events),
-            more,
+            in_backward,
+            blocks,
         )
-        in_forward = self._forward_bytes(first, taken, pieces, sent.bound)
-        in_backward = self._backward_bytes(order, taken, pieces, fetched.bound)
-        forward_bytes, carried_bytes = stretched(in_forward, before.begins, more)
-        backward_bytes, _ = stretched(in_backward, then.begins, more, carried_bytes)
-        held_bytes = self._trial.weight.held_bytes + sum(more.values()) * self._periods.held_bytes
-        times = {name: 1 + more.get(turn, 0) for name, turn in self._periods.forward.items()}
+        forward_bytes, carried_bytes = stretched(in_forward, before)
+        backward_bytes, _ = stretched(in_backward, then, carried_bytes)
+        held_bytes = self._trial.weight.held_bytes + sum(blocks.values()) * self._periods.held_bytes
+        times = {name: 1 + before.more.get(turn, 0) for name, turn in self._periods.forward.items()}
         return Figures(
             frozenset(kept),
             frozenset(recomputed),

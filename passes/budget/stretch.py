@@ -1,7 +1,11 @@
 """Predict a step of many layers from one with few: what happens in some of its periods happens so many times more.
 
-    few          E | A   A  |B   B | H         time and bytes at each node; | is where a period begins
-    with more    E | A A A A|B B B | H         A: 2 more. Each adds the seconds of A and the bytes that A leaves behind
+    few          E | A A A A |B B B B | H         time and bytes at each node; | is where a block begins
+    repeated           = =     = =                the same events, and the same bytes but for those of one more period
+    with more    E | A A a a A A |B B b B B | H   each adds the seconds of its period, and the bytes that it leaves behind
+
+Next to another block a period differs from those of its own: it launches what the other needs, or waits for what that
+launched. So the period that is repeated is one which the next of its block repeats. A block without any is no guess.
 """
 
 from __future__ import annotations
@@ -20,13 +24,19 @@ from .periods import Periods
 from .trial import Figures, Half, Trial
 
 Begins = Sequence[tuple[int, int]]  # the place where a period begins, and which period
+Blocks = Mapping[range, int]  # periods that follow one another, and how many more are like them
+
+
+class Unsettled(Exception):
+    """In a block, no period is as the one before it."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """The seconds of one half of a step, and where its periods begin."""
+    """The seconds of one half of a step, where its periods begin, and how often each is repeated."""
 
     begins: Begins
+    more: Mapping[int, int]
     seconds: float
     exposed_s: float
     copied_s: float  # of copies to the host and back, each alone
@@ -43,8 +53,9 @@ def begins_of(
     return sorted((place, turn) for turn, place in found.items())
 
 
-def replayed(placed: Sequence[tuple[int, Event]], begins: Begins, more: Mapping[int, int]) -> Replayed:
-    """Replay the events of one half, each with its place, and so many more of each period."""
+def replayed(placed: Sequence[tuple[int, Event]], begins: Begins, alive: Sequence[int], blocks: Blocks) -> Replayed:
+    """Replay the events of one half, each with its place, and more of some period in each block."""
+    more = _settled(placed, begins, alive, blocks)
     timeline = simulate(event for _, event in placed)
     places, begin_s = [place for place, _ in placed], [point.at_s for point in timeline.memory]
     seconds, times = timeline.total_s, [1] * len(placed)
@@ -59,32 +70,57 @@ def replayed(placed: Sequence[tuple[int, Event]], begins: Begins, more: Mapping[
             exposed_s += number * timeline.flights[event.name].exposed_s
         elif isinstance(event, Launch) and event.group in (TO_HOST, TO_DEVICE):
             copied_s += number * event.seconds
-    return Replayed(begins, seconds, exposed_s, copied_s)
+    return Replayed(begins, more, seconds, exposed_s, copied_s)
 
 
-def stretched(alive: Sequence[int], begins: Begins, more: Mapping[int, int], before: int = 0) -> tuple[int, int]:
+def _settled(
+    placed: Sequence[tuple[int, Event]], begins: Begins, alive: Sequence[int], blocks: Blocks
+) -> dict[int, int]:
+    """Return a period of each block that the next one repeats, and how many more there are."""
+    places = [place for place, _ in placed]
+    launched = {event.name: place for place, event in placed if isinstance(event, Launch)}
+    shapes: dict[int, object] = {}
+    for (begin, turn), (end, _) in itertools.pairwise([*begins, (len(alive), -1)]):
+        inside = placed[bisect_left(places, begin) : bisect_left(places, end)]
+        num_launched, num_awaited = (sum(isinstance(event, kind) for _, event in inside) for kind in (Launch, Wait))
+        events = [
+            (at - begin, at - launched[event.name] if isinstance(event, Wait) else event.seconds) for at, event in inside
+        ]
+        if num_launched == num_awaited:  # else it cannot go on so, though the next period may do the same
+            shapes[turn] = [one - alive[begin] for one in alive[begin:end]], events
+    found: dict[int, int] = {}
+    for turns, more in blocks.items():
+        its = [turn for _, turn in begins if turn in turns]
+        same = [turn for turn, then in itertools.pairwise(its) if turn in shapes and shapes[turn] == shapes.get(then)]
+        if not same:
+            raise Unsettled
+        found[same[-1]] = more
+    return found
+
+
+def stretched(alive: Sequence[int], half: Replayed, before: int = 0) -> tuple[int, int]:
     """Return the most that is alive with so many more of each period, and what these leave behind.
 
     ``before`` is alive from the beginning on, for them.
     """
-    places = [0, *(place for place, _ in begins), len(alive)]
+    places = [0, *(place for place, _ in half.begins), len(alive)]
     highest, extra = max(alive[: places[1]], default=0) + before, before
-    for (begin, turn), end in zip(begins, places[2:]):
+    for (begin, turn), end in zip(half.begins, places[2:]):
         most = max(alive[begin:end], default=0)
-        left = more.get(turn, 0) * (alive[end] - alive[begin]) if turn in more else 0
+        left = half.more[turn] * (alive[end] - alive[begin]) if turn in half.more else 0
         highest = max(highest, most + extra, most + extra + left)
         extra += left
     return highest, extra
 
 
-def figures_of(trial: Trial, periods: Periods, more: Mapping[int, int]) -> Figures:
-    """Return the figures of a trial of few periods, with so many more of each."""
-    if not more:
+def figures_of(trial: Trial, periods: Periods, blocks: Blocks) -> Figures:
+    """Return the figures of a trial of few periods, with so many more in each block."""
+    if not blocks:
         return Figures.of(trial)
-    before, then = halves_of(trial, periods, more)
-    forward_bytes, carried_bytes = stretched(trial.weight.forward, before.begins, more)
-    backward_bytes, _ = stretched(trial.weight.backward, then.begins, more, carried_bytes)
-    held_bytes = trial.weight.held_bytes + sum(more.values()) * periods.held_bytes
+    before, then = halves_of(trial, periods, blocks)
+    forward_bytes, carried_bytes = stretched(trial.weight.forward, before)
+    backward_bytes, _ = stretched(trial.weight.backward, then, carried_bytes)
+    held_bytes = trial.weight.held_bytes + sum(blocks.values()) * periods.held_bytes
     return dataclasses.replace(
         Figures.of(trial),
         peak_bytes=held_bytes + max(forward_bytes, trial.weight.returned_bytes + backward_bytes),
@@ -94,12 +130,15 @@ def figures_of(trial: Trial, periods: Periods, more: Mapping[int, int]) -> Figur
     )
 
 
-def halves_of(trial: Trial, periods: Periods, more: Mapping[int, int]) -> tuple[Replayed, Replayed]:
+def halves_of(trial: Trial, periods: Periods, blocks: Blocks) -> tuple[Replayed, Replayed]:
     """Return the seconds of its forward and of its backward."""
-    return _of_half(trial.forward, periods.forward, more), _of_half(trial.backward, periods.backward, more)
+    return (
+        _of_half(trial.forward, periods.forward, trial.weight.forward, blocks),
+        _of_half(trial.backward, periods.backward, trial.weight.backward, blocks),
+    )
 
 
-def _of_half(half: Half, turns: Mapping[str, int], more: Mapping[int, int]) -> Replayed:
+def _of_half(half: Half, turns: Mapping[str, int], alive: Sequence[int], blocks: Blocks) -> Replayed:
     calls = [(place, node) for place, node in enumerate(half.graph.nodes) if node.op == "call_function"]
     events = {node: event for (_, node), event in zip(calls, half.events)}
-    return replayed([(place, events[node]) for place, node in calls], begins_of(calls, turns, events), more)
+    return replayed([(place, events[node]) for place, node in calls], begins_of(calls, turns, events), alive, blocks)
