@@ -3,7 +3,7 @@
     all layers     E | a b c d e f ... x y z | H       find: the nodes of each layer, in forward and in backward
     few            E | a b       ...     y z | H       ``graph``: those in between are left out
     a choice       E | A A A A A B B ... B B | H       A, B: layers with different choices
-    of the few     E | A A A A     B B B B   | H       ``compressed``, and how many layers more each block stands for
+    of the few     E | A A A A     B B B B   | H       ``compressed``, and how many layers more each block has
 
 Layers are equal if their parameters have equal names but for the first number, and their nodes are the same operators
 on the same sizes. A period is the shortest run of layers that repeats.
@@ -55,9 +55,9 @@ class Periods:
         return [frozenset(names[places[name][1]] for name in few) for names in self.names]
 
     def compressed(self, *sets: Names) -> tuple[list[frozenset[str]], dict[range, int]] | None:
-        """Return these sets of names for the few periods, and how many more are in a block of them; None if it has many.
+        """Return these sets of names for the few periods, and how many more each block has; None if few are too few.
 
-        Periods that follow one another in the same sets are one block, of which some are left out.
+        A block is of periods that follow one another in the same sets; some of it are left out.
         """
         if not self.num_left_out:
             return [*map(frozenset, sets)], {}

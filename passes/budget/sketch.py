@@ -36,7 +36,7 @@ from ..schedule.slices import inner_spec
 from ..schedule.uses import Use
 from ..wire.collectives import is_wait
 from .periods import Periods
-from .stretch import Blocks, begins_of, replayed, stretched
+from .stretch import begins_of, replayed, stretched
 from .trial import Figures, Half, Trial
 
 
@@ -87,9 +87,8 @@ class Sketch:
         self._starts = [*backward.graph.output_node().all_input_nodes]
         self._starts += [node for node in backward.items.order if node.is_impure() or ROLE in node.meta]
         self._own = storages_given(backward.graph, trial.weight.given_up, backward.memory.storages)
-        results = results_of(trial.forward.graph)
         storages = trial.forward.memory.storages
-        of_results = [storages[one] if isinstance(one, fx.Node) else () for one in results]
+        of_results = [storages[one] if isinstance(one, fx.Node) else () for one in results_of(trial.forward.graph)]
         self._returned = {one for these in of_results[: trial.num_results] for one in these}
         names = taken_as(trial.forward.graph, backward.graph, trial.num_results)
         saved = zip(names, of_results[trial.num_results :])
@@ -123,13 +122,12 @@ class Sketch:
         sliced: Collection[str],
         lookahead: int,
         offloaded: Collection[str] = (),
-        blocks: Blocks = {},
+        blocks: Mapping[range, int] = {},
     ) -> Figures | None:
         """Return the figures of a step, with more periods in ``blocks``; None if only a trial tells them."""
         if not self._trial.uses.sources.isdisjoint(kept):
             return None  # the partitioner may save what is computed of these
-        plan = self._plan(kept, sliced, lookahead)
-        roles = self._roles(plan)
+        roles = self._roles(self._plan(kept, sliced, lookahead))
         if roles is None:
             return None
         saved = [name for of, names in self._activations.items() if of not in recomputed for name in names]

@@ -1,8 +1,8 @@
 """Predict a step of many layers from one with few: what happens in some of its periods happens so many times more.
 
     few          E | A A A A |B B B B | H         time and bytes at each node; | is where a block begins
-    repeated           = =     = =                the same events, and the same bytes but for those of one more period
-    with more    E | A A a a A A |B B b B B | H   each adds the seconds of its period, and the bytes that it leaves behind
+    repeated           = =     = =                the same events, and as many bytes more at each
+    with more    E | A A a a A A |B B b B B | H   each adds its seconds, and the bytes that it leaves behind
 
 Next to another block a period differs from those of its own: it launches what the other needs, or waits for what that
 launched. So the period that is repeated is one which the next of its block repeats. A block without any is no guess.
@@ -84,7 +84,8 @@ def _settled(
         inside = placed[bisect_left(places, begin) : bisect_left(places, end)]
         num_launched, num_awaited = (sum(isinstance(event, kind) for _, event in inside) for kind in (Launch, Wait))
         events = [
-            (at - begin, at - launched[event.name] if isinstance(event, Wait) else event.seconds) for at, event in inside
+            (at - begin, at - launched[event.name] if isinstance(event, Wait) else event.seconds)
+            for at, event in inside
         ]
         if num_launched == num_awaited:  # else it cannot go on so, though the next period may do the same
             shapes[turn] = [one - alive[begin] for one in alive[begin:end]], events
