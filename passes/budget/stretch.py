@@ -2,10 +2,11 @@
 
     few          E | A A A A |B B B B | H         time and bytes at each node; | is where a block begins
     repeated           = =     = =                the same events, and as many bytes more at each
-    with more    E | A A a a A A |B B b B B | H   each adds its seconds, and the bytes that it leaves behind
+    with more    E | A A a a A A |B B b B B | H   the events are replayed; each leaves its bytes behind
 
 Next to another block a period differs from those of its own: it launches what the other needs, or waits for what that
-launched. So the period that is repeated is one which the next of its block repeats. A block without any is no guess.
+launched. So the period that is repeated is one which the next of its block repeats, and that awaits collectives like
+those it launches. Nothing is told of a block without any.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from ..cost.replay import Compute, Event, Launch, Wait, simulate
+from ..cost.replay import Compute, Event, Launch, Wait, bare, simulate
 from ..wire.streams import TO_DEVICE, TO_HOST
 from .periods import Periods
 from .trial import Figures, Half, Trial
@@ -56,21 +57,40 @@ def begins_of(
 def replayed(placed: Sequence[tuple[int, Event]], begins: Begins, alive: Sequence[int], blocks: Blocks) -> Replayed:
     """Replay the events of one half, each with its place, and more of some period in each block."""
     more = _settled(placed, begins, alive, blocks)
-    timeline = simulate(event for _, event in placed)
-    places, begin_s = [place for place, _ in placed], [point.at_s for point in timeline.memory]
-    seconds, times = timeline.total_s, [1] * len(placed)
-    for (begin, turn), (end, _) in itertools.pairwise(begins):
-        if turn in more:
-            first, last = bisect_left(places, begin), bisect_left(places, end)
-            seconds += more[turn] * (begin_s[last] - begin_s[first])
-            times[first:last] = [1 + more[turn]] * (last - first)
-    exposed_s = copied_s = 0.0
-    for number, (_, event) in zip(times, placed):
+    try:
+        timeline = simulate(_repeated(placed, begins, more))
+    except ValueError as error:  # something waits over a whole block
+        raise Unsettled from error
+    copies = [one.launch for one in timeline.flights.values() if one.launch.group in (TO_HOST, TO_DEVICE)]
+    return Replayed(begins, more, timeline.total_s, timeline.exposed_s, sum(one.seconds for one in copies))
+
+
+def _repeated(placed: Sequence[tuple[int, Event]], begins: Begins, more: Mapping[int, int]) -> list[Event]:
+    """Return the events with more of each period; a wait is for the launch as many launches ago as before."""
+    backs: list[list[int]] = []
+    turn_of: dict[str, int] = {}
+    for _, event in placed:
+        awaited = (event.name, *event.others) if isinstance(event, Wait) else ()
+        backs.append([len(turn_of) - turn_of[name] for name in awaited])
+        if isinstance(event, Launch):
+            turn_of[event.name] = len(turn_of)
+    places = [place for place, _ in placed]
+    which = [*range(len(placed))]
+    for (begin, turn), (end, _) in reversed([*itertools.pairwise(begins)]):
+        first, last = bisect_left(places, begin), bisect_left(places, end)
+        which[last:last] = [*range(first, last)] * more.get(turn, 0)
+    events: list[Event] = []
+    launched: list[str] = []
+    for number, at in enumerate(which):
+        event, name = placed[at][1], str(number)
         if isinstance(event, Wait):
-            exposed_s += number * timeline.flights[event.name].exposed_s
-        elif isinstance(event, Launch) and event.group in (TO_HOST, TO_DEVICE):
-            copied_s += number * event.seconds
-    return Replayed(begins, more, seconds, exposed_s, copied_s)
+            name, *others = (launched[-back] for back in backs[at])
+            events.append(Wait(name, others=tuple(others)))
+        else:
+            events.append(dataclasses.replace(bare(event), name=name))
+        if isinstance(event, Launch):
+            launched.append(name)
+    return events
 
 
 def _settled(
@@ -78,16 +98,18 @@ def _settled(
 ) -> dict[int, int]:
     """Return a period of each block that the next one repeats, and how many more there are."""
     places = [place for place, _ in placed]
-    launched = {event.name: place for place, event in placed if isinstance(event, Launch)}
+    launched = {event.name: (place, event) for place, event in placed if isinstance(event, Launch)}
     shapes: dict[int, object] = {}
     for (begin, turn), (end, _) in itertools.pairwise([*begins, (len(alive), -1)]):
         inside = placed[bisect_left(places, begin) : bisect_left(places, end)]
-        num_launched, num_awaited = (sum(isinstance(event, kind) for _, event in inside) for kind in (Launch, Wait))
+        waits = [(event.name, *event.others) for _, event in inside if isinstance(event, Wait)]
+        awaited = [launched[name][1] for name in itertools.chain(*waits)]
+        of_its_own = [event for _, event in inside if isinstance(event, Launch)]
         events = [
-            (at - begin, at - launched[event.name] if isinstance(event, Wait) else event.seconds)
+            (at - begin, at - launched[event.name][0] if isinstance(event, Wait) else event.seconds)
             for at, event in inside
         ]
-        if num_launched == num_awaited:  # else it cannot go on so, though the next period may do the same
+        if _kinds(awaited) == _kinds(of_its_own):  # else it cannot go on so, though the next period may do the same
             shapes[turn] = [one - alive[begin] for one in alive[begin:end]], events
     found: dict[int, int] = {}
     for turns, more in blocks.items():
@@ -97,6 +119,10 @@ def _settled(
             raise Unsettled
         found[same[-1]] = more
     return found
+
+
+def _kinds(launches: Iterable[Launch]) -> list[tuple[str, float]]:
+    return sorted((one.group, one.seconds) for one in launches)
 
 
 def stretched(alive: Sequence[int], half: Replayed, before: int = 0) -> tuple[int, int]:
