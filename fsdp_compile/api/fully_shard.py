@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dynamo, fsdp2
 from ..core.extension import has_extension
+from ..core.left import note_sharded
 from ..core.mesh import ShardMesh, inner_mesh, replicate_mesh, shard_mesh
 from ..core.param import READS, STAMP, Cut, ShardedParam, Slot, cut_of, shard_param
 from ..core.settings import Settings
@@ -179,6 +180,7 @@ def make_unit(
         for one in modules:
             stand_before(one)
             stand_before_wrappers(one)
+    note_sharded(fulls)
     for buffer, there in moved:  # in place, so that it moves wherever the model has it
         buffer.data = there
     logger.debug(

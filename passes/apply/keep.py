@@ -115,7 +115,7 @@ def _have_backward_gather(graph: fx.Graph, structure: Structure) -> None:
         if marker.node in structure.again and marker.node not in structure.read:
             reduction = own.get(marker.fqn)
             if reduction is None:
-                needed = structure.again[marker.node][0]
+                needed = structure.again[marker.node].place
                 reduction = next((one.node for one in reduces if place[one.node] >= needed), reduces[-1].node)
             given.setdefault(reduction, []).append(marker.node)
     for node, gathers in given.items():
