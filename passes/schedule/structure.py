@@ -13,8 +13,8 @@ collectives. A unit is gathered again as a whole, whether or not a formula reads
 it: at the last operation with one of its weights, or with one of a unit inside it, that a gradient comes to. Autograd
 numbers operations as forward runs them, and goes through them from the highest number to the lowest. Units that no
 gradient comes to, as frozen layers before the first one that trains, are not gathered again, nor are the tables of
-embeddings. What another unit's backward would compute of a weight before its unit's turn is saved. The eager path
-gathers the same where backward arrives at a unit's outputs.
+embeddings. If another unit's backward would compute something of a weight again before the weight's unit is gathered,
+forward saves that result. The eager path gathers the same where backward arrives at a unit's outputs.
 """
 
 from __future__ import annotations
