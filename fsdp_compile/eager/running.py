@@ -188,7 +188,7 @@ class Recording:
 
 
 @dataclass(eq=False)
-class Turn:
+class Visit:
     """Buckets of one unit that a forward gathers one after another, with no bucket of another unit between them."""
 
     run: Running
@@ -204,8 +204,8 @@ class Iteration:
         self.is_last_backward = True
         self.manual_finalization = False
         # Forward: what the last one gathered, in its order, and what the running one has gathered.
-        self._last_forward: list[Turn] = []
-        self._this_forward: list[Turn] = []
+        self._last_forward: list[Visit] = []
+        self._this_forward: list[Visit] = []
         self._ended: list[Call] = []  # forwards of these have ended; their next ones may come without gathering
         self.depth = 0  # unit forwards that run, outside of backward
         self.forward_number = 0  # counts forwards of the root
@@ -230,7 +230,7 @@ class Iteration:
         self.manual_finalization |= inner.manual_finalization
         self.traffic = inner.traffic
 
-    def come_to(self, call: Call, buckets: Sequence[Bucket]) -> list[Turn]:
+    def come_to(self, call: Call, buckets: Sequence[Bucket]) -> list[Visit]:
         """Note that a forward needs these buckets now; return what comes with them and after them, as the last time."""
         run, last, this = call.run, self._last_forward, self._this_forward
         self.touched.setdefault(run)
@@ -239,7 +239,7 @@ class Iteration:
             this[-1].buckets += buckets
             return []
         place = len(this)
-        this.append(Turn(run, weakref.ref(call.gathered), [*buckets]))
+        this.append(Visit(run, weakref.ref(call.gathered), [*buckets]))
         return last[place : place + 2] if place < len(last) and last[place].run is run else []
 
     def has_ended(self, call: Call) -> None:
@@ -277,7 +277,7 @@ class Iteration:
     def end_forward(self) -> None:
         """End the outermost forward, and calls of which some modules have not run."""
         self._last_forward, self._this_forward = self._this_forward, []
-        for run in dict.fromkeys(turn.run for turn in self._last_forward):
+        for run in dict.fromkeys(visit.run for visit in self._last_forward):
             if run.shared_call is not None and run.shared_call not in self._ended:
                 self._ended.append(run.shared_call)
         self.end_calls()
