@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp_compile.lookout.chain import Chain, Group, Hash, Link
+from fsdp_compile.lookout.chain import NOTHING, Chain, Group, Link
 from fsdp_compile.lookout.judge import ADVICE, HAS_DIED, IS_LOST, SAYS_NOTHING, Said, Verdict, judge
 from fsdp_compile.lookout.lookout import ENVIRONMENT, Lookout, RanksParted, Watch
 from fsdp_compile.lookout.names import Namer
@@ -226,7 +226,7 @@ def test_a_graph_has_issued_what_its_group_was_given_since_it_began() -> None:
 
 def group(*names: str, issued: int | None = None) -> Group:
     made = links(*names)
-    return Group((0, 1), len(made), Hash(), len(made) if issued is None else issued, made)
+    return Group((0, 1), len(made), NOTHING, len(made) if issued is None else issued, made)
 
 
 def test_who_waits_for_one_that_is_busy_is_not_told_to_raise() -> None:
@@ -250,7 +250,7 @@ def test_who_waits_for_one_that_waits_in_another_group_is() -> None:
 def test_three_ranks_that_wait_in_a_circle_are() -> None:
     def of(ahead: str, behind: str) -> Said:
         ranks = {"0": (0, 1), "1": (1, 2), "2": (2, 0)}
-        return Said({name: Group(ranks[name], 1, Hash(), int(name == ahead), links("a")) for name in (ahead, behind)}, 70)
+        return Said({name: Group(ranks[name], 1, NOTHING, int(name == ahead), links("a")) for name in (ahead, behind)}, 70)
 
     assert "wait for one another" in judge({0: of("0", "2"), 1: of("1", "0"), 2: of("2", "1")}, waiting=0, idle_s=30).text
 
@@ -267,7 +267,7 @@ def test_a_slow_network_is_no_difference() -> None:
 
 def test_a_rank_that_says_nothing_has_died_only_if_a_wait_failed() -> None:
     """Else it may be held up, in C code that does not let its thread run."""
-    ahead, last_heard = Said({"0": group("a", "b")}, 70), Group((0, 1), 1, Hash(), 1)
+    ahead, last_heard = Said({"0": group("a", "b")}, 70), Group((0, 1), 1, NOTHING, 1)
     for state in (SAYS_NOTHING, HAS_DIED):
         verdict = judge({0: ahead, 1: Said({"0": last_heard}, state=state)}, waiting=0, idle_s=30)
         assert bool(verdict.slow) == (state == SAYS_NOTHING) and bool(verdict.text) == (state == HAS_DIED)
@@ -275,6 +275,6 @@ def test_a_rank_that_says_nothing_has_died_only_if_a_wait_failed() -> None:
 
 
 def test_names_that_are_not_sure_are_no_difference() -> None:
-    unsure = Group((0, 1), 1, Hash(), 1, (Link(links("b")[0].wire, ("b",), sure=False),))
+    unsure = Group((0, 1), 1, NOTHING, 1, (Link(links("b")[0].wire, ("b",), sure=False),))
     verdict = judge({0: Said({"0": group("a")}), 1: Said({"0": unsure})})
     assert verdict.text == "" and verdict.nameless == ("0",)

@@ -13,7 +13,6 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
@@ -42,15 +41,8 @@ class Link:
         return _number(self.wire), _number(repr(self.whose if self.sure else ()))
 
 
-class Hash(NamedTuple):
-    """The hashes of the first collectives of a group."""
-
-    wire: int = 0
-    named: int = 0
-
-    def then(self, link: Link) -> Hash:
-        wire, named = link.numbers
-        return Hash((self.wire * _BASE + wire) % _PRIME, (self.named * _BASE + named) % _PRIME)
+Hash = tuple[int, int]  # ``wire`` and ``named``, of the first collectives of a group
+NOTHING: Hash = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class Chain:
         self.ranks = ranks
         self.first = 0  # the number of the first collective that is kept
         self.links: list[Link] = []
-        self._hashes = [Hash()]  # the last one is that behind all links
+        self._hashes = [NOTHING]  # the last one is that behind all links
         self._sequence = sequence  # how many collectives the group was given by now, by anyone
         self._graph: tuple[int, int] | None = None  # where the last graph began, and the sequence then
 
@@ -87,8 +79,11 @@ class Chain:
     def append(self, links: Sequence[Link], sequence: int | None = None) -> None:
         """Add what is issued: by now, or by a graph that began when the group had been given ``sequence``."""
         self._graph = None if sequence is None else (self.count, sequence)
+        wire, named = self._hashes[-1]
         for link in links:
-            self._hashes.append(self._hashes[-1].then(link))
+            of_wire, of_names = link.numbers
+            wire, named = (wire * _BASE + of_wire) % _PRIME, (named * _BASE + of_names) % _PRIME
+            self._hashes.append((wire, named))
         self.links += links
         if len(self.links) > 2 * KEPT:
             del self.links[:KEPT], self._hashes[:KEPT]

@@ -37,7 +37,7 @@ from ..core.unit import Unit
 from ..passes import _torch_compat as passes_compat
 from ..passes.ranks.worlds import World, current_world
 from ..passes.wire.ledger import Called, ledger
-from .chain import KEPT, Chain, Group, Hash
+from .chain import KEPT, NOTHING, Chain, Group
 from .judge import HAS_DIED, HAS_LEFT, IS_LOST, SAYS_NOTHING, Said, Verdict, judge
 from .names import Namer
 
@@ -213,7 +213,7 @@ class Watch(threading.Thread):
             place = chain.ranks.index(self._rank)
             for other in {chain.ranks[place - 1], chain.ranks[(place + 1) % len(chain.ranks)]} - {self._rank}:
                 said = heard[other] = heard.get(other) or self._hear(other)
-                yield name, chain, said, said.groups.get(name, Group(chain.ranks, 0, Hash(), 0))
+                yield name, chain, said, said.groups.get(name, Group(chain.ranks, 0, NOTHING, 0))
 
     def _doubt(self) -> Doubt | None:
         """Return a doubt if a neighbour differs or has left, if a wait failed, or if a neighbour is behind for long."""
@@ -226,7 +226,7 @@ class Watch(threading.Thread):
             ours = chain.at(theirs.count)
             if ours is None:
                 continue  # the neighbour is ahead, and compares
-            if ours.wire != theirs.hash.wire or (ours.named != theirs.hash.named and group not in self._nameless):
+            if ours != theirs.hash and (ours[0] != theirs.hash[0] or group not in self._nameless):
                 return Doubt()
             if said.state == HAS_LEFT and is_behind and idle_s > _PAUSE_S:
                 return Doubt(_PAUSE_S)
