@@ -552,7 +552,7 @@ def places_of_params() -> tuple[tuple[str, ...], tuple[str, ...]]:
     unit = model._unit
     specs = [spec_of(unit, param) for param in unit.params]
     issued = Issued("all_gather", specs, unit.mesh.group, 0, None, weakref.ref(unit))
-    (link,) = Namer().of_launch(issued).links
+    link = Namer().of_launch(issued)
     return link.names, link.whose
 
 

@@ -76,8 +76,8 @@ def configure(
     default the built-in one of the device. It also says how many ranks a node has.
 
     **watch_s** is how many seconds (60 by default, or FSDP_COMPILE_WATCH_S) a rank may wait for ranks that wait for
-    something else before all of them raise; if a rank has left, they raise at once. With 0, ranks do not compare the
-    collectives that they issue. It holds for the whole process, and must be the same on every rank.
+    something else before all of them say so, and raise; if a rank has left, they do so at once. With 0, ranks do not
+    compare the collectives that they issue. It holds for the whole process, and must be the same on every rank.
     """
     if watch_s is not None and watch_s < 0:
         raise ValueError(f"watch_s={watch_s} is negative. 0 switches the comparing off.")

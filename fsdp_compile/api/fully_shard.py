@@ -33,8 +33,6 @@ from ..eager.running import running
 from ..graph.install import install_passes
 from ..graph.watch import Watch
 from ..lookout.lookout import lookout
-from ..passes import _torch_compat as passes_compat
-from ..passes.ranks.worlds import world_of
 from .arguments import fqns_in, ignored_in, modules_in, require_kinds
 from .classes import parts_of, refresh
 from .compiled import stand_before, stand_before_wrappers
@@ -156,8 +154,6 @@ def make_unit(
             protocol_of(param, param.shard, mp_policy)
     moved = _moved_buffers(managed, target.device)
     install_passes()
-    if (store := passes_compat.default_store()) is not None:
-        world_of(store)  # counts the world here, as every rank that has a model does
     lookout.know(unit)
     if inner_size is not None:
         unit.post_forward = inner_mesh(target, inner_size)
