@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 import fsdp_compile
 from fsdp_compile.core.unit import units_in
+from fsdp_compile.passes.budget.residency import AGAIN, KEPT
+from fsdp_compile.passes.ir.plan import Plan
 from fsdp_compile.passes.wire.ledger import Called, ledger
 from tests.comparing import assert_same_grads, assert_same_params, loss_of
 from tests.compiling import compiled, num_graphs
 from tests.models import Stack, mesh_of, pair
 from tests.on_ranks import on_four_ranks, on_two_ranks
-from tests.recording import Wire
+from tests.recording import Wire, planned
 
 
 def tokens(number: int, rank: int) -> Tensor:
@@ -265,14 +267,37 @@ def test_replicas_gather_once_too() -> None:
         scaled(model, unsharded)
 
 
+def plan_within(model: Any, budget: int | str) -> Plan:
+    fsdp_compile.configure(model, memory_budget=budget)
+    return planned(model, tokens(0, 0))
+
+
+@on_two_ranks
+def test_within_a_budget_what_it_keeps_is_gathered_once() -> None:
+    unsharded, model = pair(make=partial(Stack, 4))
+    fsdp_compile.configure(model, gather="once a step")
+    sizes = {}
+    for gather in ("for each micro-batch", "once a step"):
+        fsdp_compile.configure(model, gather=gather)
+        choice = plan_within(model, "1TiB").choice
+        assert choice is not None
+        sizes[gather] = {one.name: one.peak_bytes for one in (choice.chosen, *choice.lost)}
+    smallest, largest = sizes["once a step"][AGAIN], sizes["once a step"][KEPT]
+    plan = plan_within(model, (smallest + largest) // 2)
+    assert plan.choice is not None and plan.choice.is_met
+    assert plan.keep and plan.regather
+    run = torch.compile(model, dynamic=True, fullgraph=True)
+    for step in range(2):
+        first, *others = accumulated(model, run, unsharded, range(4 * step, 4 * step + 4))
+        assert all(0 < one < first for one in others), (first, others)
+        assert not any(unit.keeper.buckets for unit in units_in(model))
+        scaled(model, unsharded)
+
+
 @pytest.mark.usefixtures("fake_group_of_four")
-def test_other_settings_that_say_what_is_kept_are_refused() -> None:
-    model = fsdp_compile.fully_shard(nn.Linear(4, 4), reshard_after_forward=False)
-    fsdp_compile.configure(model, memory_budget="1GiB")
-    with pytest.raises(ValueError, match="memory_budget chooses which parameters stay gathered"):
+def test_what_keeps_slices_is_refused() -> None:
+    model = fsdp_compile.fully_shard(nn.Linear(4, 4), reshard_after_forward=2)
+    with pytest.raises(ValueError, match="keeps whole parameters"):
         fsdp_compile.configure(model, gather="once a step")
-    fsdp_compile.configure(model, gather="once a step", memory_budget=None)
-    with pytest.raises(ValueError, match="gather='for each micro-batch' take the other one back"):
-        fsdp_compile.configure(model, memory_budget="1GiB")
     with pytest.raises(ValueError, match="gather='always' is none of for each micro-batch, once a step"):
         fsdp_compile.configure(model, gather="always")

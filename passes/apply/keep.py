@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.effects import read_what_is_written
-from ..ir.meta import SHARED, STEP, tag
+from ..ir.meta import SHARED, SHARED_NAME, STEP, tag
 from ..ir.nodes import closure, emit, tangents_of, views_of
 from ..ir.plan import Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
@@ -54,7 +54,7 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
         if marker.spec.may_stay:
             for node in closure([marker.node], views_of):
                 node.meta[SHARED] = True
-                compat.rename(node, f"shared_{node.name}")  # caches tell a backward that saves it by its inputs' names
+                compat.rename(node, f"{SHARED_NAME}{node.name}")
     _save_shards_made_here(graph, unshards)
     follow(graph, plan)
     for node in graph.find_nodes(op="call_function", target=markers.keep_slice):
