@@ -289,7 +289,9 @@ def test_within_a_budget_what_it_keeps_is_gathered_once() -> None:
     run = torch.compile(model, dynamic=True, fullgraph=True)
     for step in range(2):
         first, *others = accumulated(model, run, unsharded, range(4 * step, 4 * step + 4))
-        assert all(0 < one < first for one in others), (first, others)
+        assert 0 < others[0] == others[1] < first
+        # The graph of the last one may keep less: it takes what is there, and gathers again in backward.
+        assert 0 < others[2] <= first
         assert not any(unit.keeper.buckets for unit in units_in(model))
         scaled(model, unsharded)
 

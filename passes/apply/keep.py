@@ -51,7 +51,7 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
     for marker in unshards:
         kept = marker.fqn in plan.keep
         tag(marker.node, CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE)
-        if marker.spec.may_stay:
+        if marker.spec.stays:
             for node in closure([marker.node], views_of):
                 node.meta[SHARED] = True
                 compat.rename(node, f"{SHARED_NAME}{node.name}")

@@ -215,9 +215,7 @@ def choose(
             try_one(name, its.kept, its.recomputed, its.sliced, lookahead, its.offloaded)
         best = min(tried.values(), key=rank)
     exact = set()
-    stays = any(one.spec.may_stay for one in find_unshards(joint))
-    # What the partitioner makes of copies, and what stays between steps, a cut tells exactly.
-    while (best.figures.offloaded or stays) and best not in exact:
+    while best.figures.offloaded and best not in exact:  # what the partitioner makes of copies, a cut tells exactly
         key = next(key for key, one in tried.items() if one is best)
         tried[key] = Tried(best.name, cut(*key))
         exact.add(tried[key])

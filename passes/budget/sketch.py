@@ -156,9 +156,14 @@ class Sketch:
         if away:
             with_sent = ([*_of(first.events, node), *sent.events.get(first.position[node], ())] for node in first.order)
             before = simulate([*itertools.chain(*with_sent), *sent.events.get(len(first.alive) - 1, ())])
-        peak_bytes = self._trial.weight.held_bytes + max(
-            self._forward_bytes(first, taken, pieces, sent.bound),
-            self._backward_bytes(order, taken, pieces, fetched.bound),
+        # What stays for later steps is there from the begin of this one to its end.
+        may_stay = (self._fulls[fqn] for fqn in kept if fqn in self._fulls and self._uses[fqn].spec.stays)
+        staying = [node for node in may_stay if node in taken]
+        stays = {one for node in staying for one in self._held_for[node]}
+        peak_bytes = self._trial.weight.held_bytes + sum(one.num_bytes for one in stays)
+        peak_bytes += max(
+            self._forward_bytes(first, taken, pieces, sent.bound, stays),
+            self._backward_bytes(order, taken, pieces, fetched.bound, staying),
         )
         copies = [one for half in (before, then) for one in half.flights.values()]
         return Figures(
@@ -279,9 +284,10 @@ class Sketch:
         )
 
     def _forward_bytes(
-        self, first: _Forward, taken: Sequence[fx.Node], pieces: Mapping[str, int], until: Mapping[Storage, int]
-    ) -> int:
-        """Return the most that is alive in forward, which holds to its end what backward takes, or until it is away."""
+        self, first: _Forward, taken: Sequence[fx.Node], pieces: Mapping[str, int],
+        until: Mapping[Storage, int], stays: Collection[Storage],
+    ) -> int:  # fmt: skip
+        """Return the most that is alive in forward, which holds what backward takes; without what ``stays``."""
         held = dict.fromkeys(one for node in taken for one in self._held_for.get(node, ()))
         more = [0] * (len(first.alive) + 1)
         for storage in held:
@@ -289,6 +295,7 @@ class Sketch:
                 continue
             if storage in first.last:
                 more[first.last[storage] + 1] += storage.num_bytes
+                more[first.position[storage.node]] -= storage.num_bytes if storage in stays else 0
             elif storage.node in self._trial.forward.memory.away:  # it is written, if it is to be saved
                 more[first.position[storage.node]] += storage.num_bytes
             if storage in until:
@@ -303,13 +310,14 @@ class Sketch:
         taken: Sequence[fx.Node],
         pieces: Mapping[str, int],
         fetched: Mapping[fx.Node, int],
+        staying: Collection[fx.Node],
     ) -> int:
-        """Return the most that is alive in backward, with what forward returned."""
+        """Return the most that is alive in backward, with what forward returned, without what is ``staying``."""
         half = self._trial.backward
         inputs = [node for node in taken if node.op == "placeholder"]
         given = {node: self._apart.storages[node] for node in taken if node.op != "placeholder"}
         inside = {own: bucket for node, own, bucket in self._in_buckets if node not in given}
-        callers = {one for node, its in given.items() if self._is_callers(node) for one in its}
+        callers = {one for node, its in given.items() if node in staying or self._is_callers(node) for one in its}
         nodes = [*inputs, *order, half.graph.output_node()]
         own = [
             life
