@@ -52,16 +52,3 @@ def test_the_root_is_freed_after_a_forward_without_backward() -> None:
             model(x)
             gathered.append(not isinstance(model.up.weight, DTensor))
     assert gathered == [False, True]
-
-
-@on_two_ranks
-def test_gradient_sync_leaves_the_all_reduce_alone() -> None:
-    for package, expected in ((fsdp_compile, False), (torch_fsdp, True)):
-        model: Any = package.fully_shard(nn.Linear(4, 4))
-        model.set_requires_all_reduce(False)
-        model.set_requires_gradient_sync(True)
-        if package is fsdp_compile:
-            said = fsdp_compile.core.unit.unit_of(model).accumulation.all_reduce
-        else:
-            said = model._get_fsdp_state()._fsdp_param_group.all_reduce_grads
-        assert said is expected

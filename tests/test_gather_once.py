@@ -20,8 +20,8 @@ from fsdp_compile.core.unit import units_in
 from fsdp_compile.passes.wire.ledger import Called, ledger
 from tests.comparing import assert_same_grads, assert_same_params, loss_of
 from tests.compiling import compiled, num_graphs
-from tests.models import Stack, mesh_of, pair
-from tests.on_ranks import on_four_ranks, on_two_ranks
+from tests.models import Stack, pair
+from tests.on_ranks import on_two_ranks
 from tests.recording import Wire
 
 
@@ -251,18 +251,6 @@ def test_what_the_caller_gets_does_not_stay() -> None:
     for rank in range(2):
         (loss_of(unsharded(tokens(3, rank))[0]) / 2).backward()
     assert_same_grads(model, unsharded)
-
-
-@pytest.mark.more
-@on_four_ranks
-def test_replicas_gather_once_too() -> None:
-    unsharded, model = pair(make=partial(Stack, 1), mesh=mesh_of("replicate", "shard"))
-    fsdp_compile.configure(model, gather="once a step")
-    run = compiled(model, "passes")
-    for step in range(2):
-        gathers = accumulated(model, run, unsharded, range(3 * step, 3 * step + 3))
-        assert gathers[0] > 0 and gathers[1:] == [0, 0]
-        scaled(model, unsharded)
 
 
 @pytest.mark.usefixtures("fake_group_of_four")

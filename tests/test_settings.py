@@ -240,12 +240,12 @@ def test_gathers_run_one_unit_ahead_in_forward_and_in_backward() -> None:
 @on_two_ranks
 def test_a_unit_launches_the_gathers_that_its_forward_was_told_to() -> None:
     unsharded, model = tower()
-    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+    model[0].set_modules_to_forward_prefetch([model[2], model[1]])  # out of turn
     model[1].set_modules_to_forward_prefetch([model[3]])
     forward, backward = _order(unsharded, model)
     assert forward == [
         ("gather", 0),
-        ("gather", 1), ("gather", 2), ("compute", 0),
+        ("gather", 2), ("gather", 1), ("compute", 0),
         ("gather", 3), ("compute", 1),
         ("compute", 2),
         ("compute", 3),
@@ -256,12 +256,12 @@ def test_a_unit_launches_the_gathers_that_its_forward_was_told_to() -> None:
 @on_two_ranks
 def test_a_unit_launches_the_gathers_that_its_backward_was_told_to() -> None:
     unsharded, model = tower()
-    model[3].set_modules_to_backward_prefetch([model[2], model[1]])
+    model[3].set_modules_to_backward_prefetch([model[1], model[2]])
     model[2].set_modules_to_backward_prefetch([model[0]])
     forward, backward = _order(unsharded, model)
     assert [block for what, block in forward if what == "gather"] == [0, 1, 2, 3]
     assert backward == [
-        ("gather", 3), ("gather", 2), ("gather", 1), ("reduce", 3),
+        ("gather", 3), ("gather", 1), ("gather", 2), ("reduce", 3),
         ("gather", 0), ("reduce", 2),
         ("reduce", 1),
         ("reduce", 0),
