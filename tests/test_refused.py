@@ -25,6 +25,8 @@ from tests.test_extension import Opaque
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
 PACKAGE = str(Path(fsdp_compile.__file__).parent)
+_SOURCE, _FIRST = inspect.getsourcelines(make_unit)
+ALL_OR_NOTHING = _FIRST + next(number for number, line in enumerate(_SOURCE) if "with all_or_nothing(" in line)
 
 
 class Fault(Exception):
@@ -32,10 +34,10 @@ class Fault(Exception):
 
 
 class FaultAt:
-    """Raises at one event inside ``make_unit``: as a function of the package is entered, or when it is done."""
+    """Raises at one event inside ``make_unit``, until all is changed: as a function of ours is entered, or is done."""
 
     def __init__(self, place: int) -> None:
-        self.left, self.inside = place, False
+        self.left, self.inside, self.changing = place, False, False
 
     def __enter__(self) -> None:
         sys.settrace(self._on_event)
@@ -48,6 +50,8 @@ class FaultAt:
             if event in ("call", "return"):
                 self.inside = event == "call"
                 return self._on_event
+            if event == "line" and frame.f_lineno == ALL_OR_NOTHING:
+                self.inside, self.changing = not self.changing, True  # Python comes back to the line when its block ends
         elif not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_filename.endswith("/undo.py"):
             return None
         elif frame.f_code.co_flags & inspect.CO_GENERATOR:
