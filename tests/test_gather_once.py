@@ -55,7 +55,7 @@ def test_a_step_gathers_each_parameter_once() -> None:
     """With ``no_sync`` and with the flag, of a model that has a tied weight."""
     unsharded, model = pair(make=lambda: Stack(1, tied=True))
     fsdp_compile.configure(model, gather="once a step")
-    run = torch.compile(model, dynamic=True, fullgraph=True)
+    run = torch.compile(model, backend="passes", dynamic=True, fullgraph=True)
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model, unsharded)]
     for step in range(3):
         numbers = range(4 * step, 4 * step + 4)
@@ -148,7 +148,7 @@ def test_graphs_gather_as_often_as_the_eager_path(how: Callable[[Any, int], None
     assert first > second >= third
 
 
-@pytest.mark.parametrize("bucketing", ["size", "neighbours"])
+@pytest.mark.parametrize("bucketing", ["size", pytest.param("neighbours", marks=pytest.mark.more)])
 @on_two_ranks
 def test_what_stays_goes_when_it_is_stale_and_with_the_model(bucketing: str) -> None:
     """A write between micro-batches, evaluation between them, ``reshard``, and the end of the model."""
