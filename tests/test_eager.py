@@ -713,6 +713,19 @@ def test_a_profile_shows_the_units() -> None:
     assert ranges[-1] == "FSDP::end_backward ((root) (Stack))"
 
 
+@on_two_ranks
+def test_derivatives_by_inputs_through_torch_func() -> None:
+    unsharded, model = pair()
+    x = torch.randn(2, 5, 16)
+    tangent = torch.randn(2, 5, 16)
+    ours, theirs = model.layers[0], unsharded.layers[0]
+    for transform in (lambda block: torch.func.jvp(block, (x,), (tangent,)), lambda block: (torch.func.grad(lambda y: block(y).sum())(x),)):
+        for got, expected in zip(transform(ours), transform(theirs)):
+            torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    backward_on_both(model, unsharded, 0)
+    assert_same_grads(model, unsharded)
+
+
 TRANSFORMS: dict[str, Any] = {
     "vmap": lambda block, x: torch.func.vmap(block)(x),
     "jvp": lambda block, x: sum(torch.func.jvp(block, (x,), (torch.ones_like(x),))),
@@ -741,10 +754,8 @@ def test_parameters_get_their_gradients_through_transforms_of_torch_func() -> No
     fully_shard(model)
     inputs = [torch.randn(3, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
     for how in TRANSFORMS:
-        out, *expected = (one(x, how) for one, x in ((model, inputs[dist.get_rank()]), *((unsharded, x) for x in inputs)))
-        torch.testing.assert_close(out, expected[dist.get_rank()], atol=1e-5, rtol=1e-4)
-        out.pow(2).mean().backward()
-        torch.stack([one.pow(2).mean() for one in expected]).mean().backward()
+        model(inputs[dist.get_rank()], how).pow(2).mean().backward()
+        torch.stack([unsharded(x, how).pow(2).mean() for x in inputs]).mean().backward()
         assert_same_grads(model, unsharded, atol=1e-5, rtol=1e-4)
         for one in (model, unsharded):
             one.zero_grad()

@@ -50,6 +50,9 @@ def test_a_wrapped_models_names_agree() -> None:
     assert_same_params(fresh._orig_mod, unsharded, atol=1e-4)
     for one in (theirs, model):  # torch's helpers take the wrapper's name away
         assert list(helpers.get_model_state_dict(one)) == [fqn for fqn, _ in unsharded.named_parameters()]
+    another = wrapped(fsdp_compile.fully_shard, small())
+    helpers.set_model_state_dict(another, helpers.get_model_state_dict(model))
+    assert_same_params(another._orig_mod, unsharded, atol=1e-4)
 
 
 @on_two_ranks
