@@ -22,8 +22,8 @@ from fsdp_compile.passes.ir.plan import Plan
 from fsdp_compile.passes.wire.ledger import Called, ledger
 from tests.comparing import assert_same_grads, assert_same_params, loss_of
 from tests.compiling import compiled, num_graphs
-from tests.models import Stack, mesh_of, pair
-from tests.on_ranks import on_four_ranks, on_two_ranks
+from tests.models import Stack, pair
+from tests.on_ranks import on_two_ranks
 from tests.recording import Wire, planned
 
 
@@ -57,7 +57,7 @@ def test_a_step_gathers_each_parameter_once() -> None:
     """With ``no_sync`` and with the flag, of a model that has a tied weight."""
     unsharded, model = pair(make=lambda: Stack(1, tied=True))
     fsdp_compile.configure(model, gather="once a step")
-    run = torch.compile(model, dynamic=True, fullgraph=True)
+    run = torch.compile(model, backend="passes", dynamic=True, fullgraph=True)
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model, unsharded)]
     for step in range(3):
         numbers = range(4 * step, 4 * step + 4)
@@ -150,7 +150,7 @@ def test_graphs_gather_as_often_as_the_eager_path(how: Callable[[Any, int], None
     assert first > second >= third
 
 
-@pytest.mark.parametrize("bucketing", ["size", "neighbours"])
+@pytest.mark.parametrize("bucketing", ["size", pytest.param("neighbours", marks=pytest.mark.more)])
 @on_two_ranks
 def test_what_stays_goes_when_it_is_stale_and_with_the_model(bucketing: str) -> None:
     """A write between micro-batches, evaluation between them, ``reshard``, and the end of the model."""
@@ -253,18 +253,6 @@ def test_what_the_caller_gets_does_not_stay() -> None:
     for rank in range(2):
         (loss_of(unsharded(tokens(3, rank))[0]) / 2).backward()
     assert_same_grads(model, unsharded)
-
-
-@pytest.mark.more
-@on_four_ranks
-def test_replicas_gather_once_too() -> None:
-    unsharded, model = pair(make=partial(Stack, 1), mesh=mesh_of("replicate", "shard"))
-    fsdp_compile.configure(model, gather="once a step")
-    run = compiled(model, "passes")
-    for step in range(2):
-        gathers = accumulated(model, run, unsharded, range(3 * step, 3 * step + 3))
-        assert gathers[0] > 0 and gathers[1:] == [0, 0]
-        scaled(model, unsharded)
 
 
 def plan_within(model: Any, budget: int | str) -> Plan:
