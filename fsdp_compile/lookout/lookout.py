@@ -78,7 +78,7 @@ class Lookout:
 
         It starts once a world: after an early end on this rank it would compare what other ranks have long left behind.
         """
-        self._namer.units.add(unit)
+        self._namer.know(unit)
         if self._world is not (world := current_world()):
             self._world = world
             ledger.alarm = self._start

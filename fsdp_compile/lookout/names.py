@@ -25,11 +25,22 @@ class Namer:
     """Knows the units of this process; used by the thread that compares, while others train."""
 
     def __init__(self, units: Iterable[Unit] = ()) -> None:
-        self.units: weakref.WeakSet[Unit] = weakref.WeakSet(units)
+        self._units: list[weakref.ref[Unit]] = []  # a copy of a list is whole, whatever other threads do meanwhile
         self._by_address: dict[int, tuple[weakref.ref[ShardedParam], str, weakref.ref[Unit]]] = {}
         self._places: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
         self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        for unit in units:
+            self.know(unit)
+
+    def know(self, unit: Unit) -> None:
+        """Take note of a unit that was made."""
+        self._units.append(weakref.ref(unit, self._units.remove))
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units that there are."""
+        return [unit for one in [*self._units] if (unit := one()) is not None]
 
     def of_launch(self, issued: Issued) -> Link:
         """Return what was issued eagerly."""
@@ -114,7 +125,7 @@ class Namer:
             return None, None
         if self._looked_up(address) is None:
             self._by_address = {}
-            for unit in list(self.units):
+            for unit in self.units:
                 names = self._names_in(unit)
                 for param in unit.params:
                     if param.address:
