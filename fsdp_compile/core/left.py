@@ -20,6 +20,7 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from .._torch_compat import dynamo
 from .param import STAMP, ShardedParam
 from .unit import original_class
 
@@ -56,11 +57,12 @@ def hand_over() -> None:
 
 def settle() -> None:
     """Hand over before the first forward, and name modules that are not tied any more to those that were sharded."""
-    if not _left():
-        return
-    gc.collect()  # a module that was replaced, as adapters do it, may be in a circle
-    hand_over()
-    left = _left()
+    left: dict[int, ShardedParam] = {}
+    if _sharded and _left():
+        gc.collect()  # a module that was replaced, as adapters do it, may be in a circle
+        hand_over()
+        left = _left()
+    _sharded.clear()
     for module in _all(nn.Module) if left else ():
         for name, param in module._parameters.items():
             sharded = left.get(id(param))
@@ -72,7 +74,6 @@ def settle() -> None:
                     "the whole parameter, and which each rank trains alone. Call it on a module that contains both.",
                     stacklevel=4,
                 )
-    _sharded.clear()
 
 
 def _left() -> dict[int, ShardedParam]:
@@ -85,3 +86,6 @@ def _all(cls: type[T]) -> list[T]:
     """Return all objects of a class."""
     # By type(): isinstance would also ask an object for the class that it claims to have, as a proxy does.
     return [one for one in gc.get_objects() if issubclass(type(one), cls)]
+
+
+dynamo.leave_all_to_python(settle)
