@@ -1,4 +1,4 @@
-"""ROWS.md and ROWS_FSDP1.md say which test holds which row of FSDP2's and FSDP1's behaviour; here the tests are looked up."""
+"""Every test exists that ROWS.md and ROWS_FSDP1.md name. These tables list the tests of each behaviour of FSDP."""
 
 from __future__ import annotations
 

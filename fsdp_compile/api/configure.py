@@ -121,7 +121,7 @@ def configure(
 
 
 def _require_that_all_may_stay(units: Sequence[Unit]) -> None:
-    """Raise for units that keep slices, where gather="once a step" keeps whole parameters."""
+    """Raise an error for a unit that keeps slices, since gather="once a step" keeps whole parameters."""
     for unit in units:
         if unit.post_forward is not None:
             raise ValueError(

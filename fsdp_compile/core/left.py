@@ -31,8 +31,8 @@ _sharded: list[weakref.ref[nn.Parameter]] = []
 
 
 def note_sharded(full: Iterable[nn.Parameter]) -> None:
-    """Note parameters that were sharded."""
-    _sharded[:] = [*(one for one in _sharded if one() is not None), *map(weakref.ref, full)]
+    """Add full parameters that were sharded to those that the next ``settle`` looks for."""
+    _sharded.extend(map(weakref.ref, full))
 
 
 def hand_over() -> None:
@@ -84,7 +84,7 @@ def _left() -> dict[int, ShardedParam]:
 
 def _all(cls: type[T]) -> list[T]:
     """Return all objects of a class."""
-    # By type(): isinstance would also ask an object for the class that it claims to have, as a proxy does.
+    # ``isinstance`` would read ``__class__`` of each object, and a lazy proxy would load what it stands for.
     return [one for one in gc.get_objects() if issubclass(type(one), cls)]
 
 

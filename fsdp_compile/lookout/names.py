@@ -34,7 +34,7 @@ class Namer:
             self.know(unit)
 
     def know(self, unit: Unit) -> None:
-        """Take note of a unit that was made."""
+        """Add a unit, so that its parameters can be named."""
         self._units.append(weakref.ref(unit, self._units.remove))
 
     @property

@@ -157,13 +157,12 @@ class Sketch:
             with_sent = ([*_of(first.events, node), *sent.events.get(first.position[node], ())] for node in first.order)
             before = simulate([*itertools.chain(*with_sent), *sent.events.get(len(first.alive) - 1, ())])
         # What stays for later steps is there from the begin of this one to its end.
-        may_stay = (self._fulls[fqn] for fqn in kept if fqn in self._fulls and self._uses[fqn].spec.stays)
-        staying = [node for node in may_stay if node in taken]
-        stays = {one for node in staying for one in self._held_for[node]}
+        may_stay = [self._fulls[fqn] for fqn in kept if fqn in self._fulls and self._uses[fqn].spec.stays]
+        stays = {one for node in may_stay if node in taken for one in self._held_for[node]}
         peak_bytes = self._trial.weight.held_bytes + sum(one.num_bytes for one in stays)
         peak_bytes += max(
             self._forward_bytes(first, taken, pieces, sent.bound, stays),
-            self._backward_bytes(order, taken, pieces, fetched.bound, staying),
+            self._backward_bytes(order, taken, pieces, fetched.bound, stays),
         )
         copies = [one for half in (before, then) for one in half.flights.values()]
         return Figures(
@@ -310,14 +309,14 @@ class Sketch:
         taken: Sequence[fx.Node],
         pieces: Mapping[str, int],
         fetched: Mapping[fx.Node, int],
-        staying: Collection[fx.Node],
+        stays: Collection[Storage],
     ) -> int:
-        """Return the most that is alive in backward, with what forward returned, without what is ``staying``."""
+        """Return the most that is alive in backward, with what forward returned, without what ``stays``."""
         half = self._trial.backward
         inputs = [node for node in taken if node.op == "placeholder"]
         given = {node: self._apart.storages[node] for node in taken if node.op != "placeholder"}
         inside = {own: bucket for node, own, bucket in self._in_buckets if node not in given}
-        callers = {one for node, its in given.items() if node in staying or self._is_callers(node) for one in its}
+        callers = {one for node, its in given.items() if self._is_callers(node, stays) for one in its}
         nodes = [*inputs, *order, half.graph.output_node()]
         own = [
             life
@@ -340,9 +339,10 @@ class Sketch:
             alive[: place + 1] = [one + num_bytes for one in alive[: place + 1]]
         return self._trial.weight.returned_bytes + max(alive)
 
-    def _is_callers(self, node: fx.Node) -> bool:
-        """Whether what backward is given for a node shares memory with an input or a result of forward."""
-        return any(one in self._returned or one.node.op == "placeholder" for one in self._held_for.get(node, ()))
+    def _is_callers(self, node: fx.Node, stays: Collection[Storage]) -> bool:
+        """Whether what a node of backward is given ``stays``, or has the memory of an input or a result of forward."""
+        held = self._held_for.get(node, ())
+        return any(one in self._returned or one in stays or one.node.op == "placeholder" for one in held)
 
     def _pieces(self, sliced: Collection[str]) -> dict[str, int]:
         """Return the bytes of each slice that is kept."""

@@ -120,9 +120,10 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
 
 
 def weigh(forward: GraphMemory, backward: GraphMemory, num_results: int) -> Weight:
-    """Weigh two lowered halves; behind its ``num_results`` results, forward returns what backward takes.
+    """Return the bytes that the two halves of a step hold.
 
-    A parameter that stays for later launches counts from the begin of forward to the end of backward.
+    Forward returns its ``num_results`` results first, and then the tensors that backward takes. A parameter that stays
+    for later launches counts from the begin of forward to the end of backward.
     """
     first, callers_lives = own_and_callers(forward, ())
     results = [forward.storages[one] if isinstance(one, fx.Node) else () for one in results_of(forward.graph)]

@@ -175,9 +175,11 @@ def _arrivals(
     wanted: Mapping[fx.Node, int],
     backward: Collection[fx.Node],
 ) -> tuple[dict[fx.Node, Arrival], dict[fx.Node, int]]:
-    """Return where backward arrives at the unit of each weight that it gathers, and where it was at another unit last.
+    """Return two places in backward for each weight that it gathers.
 
-    It arrives at all units of a checkpointed region at once, which it gathers from the last one to the first.
+    The first is where backward arrives at the weight's unit. The second is where it last used another unit before that,
+    or reduced its gradients. Backward arrives at all units of a checkpointed region at once, which it gathers from the
+    last one to the first.
     """
     # But a checkpointed region looks rows up once more.
     tables = {one.node for one in gathers if one.spec.is_table and not any(map(_is_recomputed, one.node.users))}
