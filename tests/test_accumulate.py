@@ -55,10 +55,23 @@ class ReadTwice(Block):
         return (x + self.shift) + (self.down(torch.relu(self.up(self.norm(x)))) + self.shift)
 
 
+class InARow(Stack):
+    """Calls its only layer three times, which are one use of it."""
+
+    def __init__(self) -> None:
+        super().__init__(1, tied=True, block=ReadTwice)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for _ in range(3):
+            x = self.layers[0](x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
 @on_two_ranks
 def test_micro_batches_without_sync_send_nothing() -> None:
     """Of a weight that is tied, and a parameter whose two reads get the very same gradient."""
-    unsharded, model = pair(make=lambda: Stack(1, tied=True, block=ReadTwice))
+    unsharded, model = pair(make=InARow)
     run = compiled(model, "aot_eager")
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
     for step in range(2):
