@@ -43,6 +43,7 @@ class Running:
     backward_call: Call | None = None
     in_backward: set[Call] = field(default_factory=set)
     reduced_in: int | None = None
+    awaited_in: int = -1  # number of the last forward that a backward of the unit may come from
     warned_of_view: bool = False
     own_iteration: Iteration = field(default_factory=lambda: Iteration())
 
@@ -266,21 +267,27 @@ class Iteration:
         call.forget_reads()
         if call.has_outputs and call.was_read:
             self._awaits_backward(call)
+        if call.has_outputs or call.is_transformed:
+            run.awaited_in = self.forward_number
         if run.calls or not call.gathered.is_here or call.is_transformed:
             return  # a transform may run a backward that is not seen here: the next forward frees
         run.held_call = None
         if call.has_outputs and unit.post_forward is not None:
             call.gathered.free_but_a_slice()
-        elif unit.regather or not call.has_outputs:
+        elif unit.regather:
             call.gathered.free()
 
     def end_forward(self) -> None:
-        """End the outermost forward, and calls of which some modules have not run."""
+        """End the outermost forward, and calls of which some modules have not run; free what no backward awaits."""
         self._last_forward, self._this_forward = self._this_forward, []
-        for run in dict.fromkeys(visit.run for visit in self._last_forward):
+        runs = list(dict.fromkeys(visit.run for visit in self._last_forward))
+        for run in runs:
             if run.shared_call is not None and run.shared_call not in self._ended:
                 self._ended.append(run.shared_call)
         self.end_calls()
+        for run in runs:
+            if run.gathered is not None and run.awaited_in != self.forward_number and not run.calls:
+                run.gathered.free()
         self._calls = [reference for reference in self._calls if reference() is not None]
         for place, reference in enumerate(self._calls):
             if (call := reference()) is not None:
