@@ -2,7 +2,7 @@
 
 Each cell is a world of its own that runs the same script: eight steps of four small blocks, in which the second rank
 does something else, from the third step on where nothing else is said. "right" means gradients of the unsharded model
-in every step on every rank.
+in every step on every rank. Gloo ends no wait: a rank that waits in it "is told" by its log.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ PART = {
     "unused": "a block that one rank does not use",
     "ends": "one rank ends earlier",
 }
+_TOLD = "This rank raises this at its next collective"
 HOW = {
     "eager": "ours, eager",
     "whole": "ours, whole model compiled",
@@ -101,18 +102,27 @@ def _run(case: str, how: str, world: int, cache: Path, options: argparse.Namespa
     command = [sys.executable, "-m", "benchmarks.divergence_worker", case, how]
     begun = time.monotonic()
     processes: list[subprocess.Popen[str]] = []
+    logs = [cache.with_name(f"log-{rank}") for rank in range(world)]
+
+    def is_told(rank: int) -> bool:
+        return _TOLD in logs[rank].read_text()
+
     try:
         for rank in range(world):
-            processes.append(
-                subprocess.Popen(
-                    [*command, str(rank), str(world), str(port), "1800"],
-                    env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-                )
-            )  # fmt: skip
-        for process in processes:
-            left = max(limit_s + begun - time.monotonic(), 0.1)
+            with logs[rank].open("w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [*command, str(rank), str(world), str(port), "1800"],
+                        env=env, text=True, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+                    )
+                )  # fmt: skip
+        while time.monotonic() < begun + limit_s:
+            if all(process.poll() is not None or is_told(rank) for rank, process in enumerate(processes)):
+                break
+            time.sleep(0.1)
+        for process in processes:  # one that waits for the end of another one does not wait for long
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=left)
+                process.wait(timeout=3)
         statuses = [process.poll() for process in processes]
     finally:
         for process in processes:
@@ -121,6 +131,9 @@ def _run(case: str, how: str, world: int, cache: Path, options: argparse.Namespa
                     os.killpg(process.pid, signal.SIGKILL)
     outputs = [(process.communicate()[0] or "").strip().splitlines() for process in processes]
     said = [(status, json.loads(out[-1]) if out else {}) for status, out in zip(statuses, outputs)]
+    for rank, status in enumerate(statuses):
+        if status is None and is_told(rank):
+            said[rank][1]["waits"] = True
     return _in_words(said, limit_s)
 
 
@@ -131,6 +144,8 @@ def _in_words(said: Sequence[tuple[int | None, dict[str, Any]]], limit_s: int) -
             word = "right" if one["off"] <= TOLERANCE else f"WRONG by {one['off']:.0%}, no word"
         elif "raised" in one:
             word = f"raises {one['raised']}"
+        elif "waits" in one:
+            word = "is told, and waits for the timeout"
         elif status is None:
             word = f"hangs (over {limit_s} s)"
         else:

@@ -6,7 +6,7 @@
                            chosen_slices  like slices, where the plan keeps a slice to meet a memory budget
                            keep     tag each gathered parameter (save it, or gather it again) and its readers
     or, where backward was traced into the graph of its forward, so that no partitioner splits the graph:
-    whole step             parts, regather (backward gathers again), merge; before Inductor: write_out
+    whole step             parts, gather_by_phase (backward gathers again), merge; before Inductor: write_out
     --- AOTAutograd's partitioner splits forward from backward ---
     forward, backward      insert   markers become collectives, bucketed
                                     offloaded shards are copied from the CPU before, and gradients back to it after

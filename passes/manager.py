@@ -15,13 +15,13 @@ from ._torch_compat import CustomGraphPass
 from ._torch_compat.kernels import leave_to_others
 from .apply.announce import announce
 from .apply.check import check
+from .apply.gather_by_phase import gather_by_phase
 from .apply.insert import insert
 from .apply.keep import follow, keep, let_go
 from .apply.merge import merge
 from .apply.order import hold_order
 from .apply.overlap import overlap
 from .apply.parts import parts
-from .apply.regather import regather
 from .apply.write_out import write_out
 from .budget.budget import Budget, plan_within
 from .cost.profiles import HardwareProfile
@@ -58,7 +58,7 @@ Pass = Callable[[fx.Graph, Plan], int]
 
 # The order of all passes. A pass is (graph, plan) -> count, and only applies the plan.
 JOINT_PASSES: tuple[Pass, ...] = (merge, slices, parts, chosen_slices, keep)
-WHOLE_PASSES: tuple[Pass, ...] = (parts, regather, merge, follow)
+WHOLE_PASSES: tuple[Pass, ...] = (parts, gather_by_phase, merge, follow)
 POST_GRAD_PASSES: tuple[Pass, ...] = (insert, overlap, check, announce)
 
 

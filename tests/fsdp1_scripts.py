@@ -76,7 +76,6 @@ def train(
     backend: str | None = None,
     steps: int = 2,
     inputs: Callable[[int], Tensor] = batches,
-    seed: int | None = None,
     fullgraph: bool = True,
 ) -> Trained:
     """The same few lines for every class."""
@@ -84,8 +83,6 @@ def train(
     run = compiled(model, backend, fullgraph)
     optim = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.2)
     for step in range(steps):
-        if seed is not None:
-            torch.manual_seed(seed + step)
         loss = loss_of(run(inputs(step)[dist.get_rank()]))
         loss.backward()
         seen.losses.append(float(mean_over_ranks(loss)))
@@ -95,15 +92,13 @@ def train(
     return seen
 
 
-def train_unsharded(model: nn.Module, steps: int = 2, seed: int | None = None) -> Trained:
+def train_unsharded(model: nn.Module, steps: int = 2) -> Trained:
     """The mean over all ranks' batches, in one process."""
     seen = Trained(model)
     optim = torch.optim.SGD(model.parameters(), lr=0.2)
     for step in range(steps):
         losses = []
         for tokens in batches(step):
-            if seed is not None:
-                torch.manual_seed(seed + step)
             losses.append(loss_of(model(tokens)))
         loss = torch.stack(losses).mean()
         loss.backward()

@@ -1,7 +1,6 @@
 """What torch's FSDP says to its user, and what ours says there: the phrase people look up, and what to do next.
 
-``python -m tests.messages`` writes MESSAGES.md. `MESSAGES` are run on both by test_messages.py; `NOT_RUN` says of the
-rest of torch's sentences why not.
+test_messages.py runs them on both; MESSAGES.md says of the rest of torch's sentences why no test provokes them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp_compile
 import fsdp_compile.fsdp1
-from tests.rows import HERE, table
 
 CPU = torch.device("cpu")
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -83,15 +81,6 @@ class Message:
     provoke: Callable[[Api], Any]
     says: tuple[str, ...] = ()
     since: str = ""  # the first torch that says it so
-
-
-@dataclass(frozen=True)
-class NotRun:
-    """Sentences of torch's that nobody meets here: those with these words, or of a file's functions that begin so."""
-
-    words: str
-    reason: str
-    where: str = ""
 
 
 # --- what provokes -------------------------------------------------------------------------------------------------
@@ -452,7 +441,7 @@ MIXED = MixedPrecision(param_dtype=torch.bfloat16, _module_classes_to_ignore=(nn
 
 # --- the tables ----------------------------------------------------------------------------------------------------
 
-M, N = Message, NotRun
+M = Message
 NEW = "2.15"
 
 FSDP2 = (
@@ -577,145 +566,3 @@ FSDP1 = (
     M("gradients of gradients", "FSDP does not support gradients of gradients", RuntimeError, gradients_of_gradients, ("create_graph=True",)),
 )
 MESSAGES = (*FSDP2, *FSDP1)
-
-
-# What of torch's is not run, and why.
-FLAT = "No flat parameters here: each keeps its shape, dtype and `requires_grad`."
-STATES = "Optimizer state is kept by parameter, not by flat parameter, so it need not be taken apart."
-STATE_DICTS = "State dicts are of parameters, and need no flat ones to be put back."
-INTERNAL = "torch's word on its own state, which no argument of a user's brings about."
-NOT_RUN = (
-    # FSDP2: ours says these sentences as well; one process on the CPU cannot make torch say them
-    N("reshard_after_forward=1 (int) means resharding parameters to world size 1", "Said, at each call; torch logs it once a process."),
-    N("Requires DTensor to have mesh of the same type as the FSDP mesh", "Said; takes two devices: `test_errors.py`, case \"a DTensor on another kind of device\"."),
-    N("must return all-gather inputs with the padded sharded size", "Said, where a shard is smaller: `test_extension.py::test_a_gather_of_another_size_is_refused`."),
-    N("FSDP parameters should be materialized on CPU when enabling CPU offloading", "Said; takes an accelerator: `test_offload.py::test_a_shard_that_was_moved_is_refused`."),
-    N("Releasing all-gather outputs after post-all-gather is not supported", "No extension goes with an int: `test_extension.py::test_an_extension_and_an_int_are_refused`."),
-    # FSDP2: works here
-    N("FSDP does not support deepcopy", "Works."),
-    N("FSDP expects uniform original parameter dtype", "Works: each dtype travels by itself."),
-    N("FSDP expects uniform reduce dtype", "Works: each dtype travels by itself."),
-    N("requires a single root module but got", "Works: a list may be the outermost unit."),
-    N("state has already been lazily initialized for", "Works: a unit may run before the root that is around it."),
-    N("is shared with a parameter already managed by another FSDP group", "Works: one gather, one reduction."),
-    N("Params sharing the same process group must use the same FSDPMeshInfo object", "Works: equal ones will do."),
-    N("Per-param mesh via shard_placement_fn is not supported with", "`test_meshes.py`, case \"a placement's mesh that only replicates\": ValueError, which says what to return."),
-    N("manual backward finalization does not support partial gradient reductions", "Works: what is summed over shards alone is reduced with the rest."),
-    N("reset_iter_state cannot reset a gradient reduction owned by another FSDP root", "Works: another root's reductions go on."),
-    N("Another gradient reduction sharing this communication context must be waited on", "Works: each root waits for its own."),
-    N("Asynchronous gradient finalization cannot overlap work from another FSDP root", "Works: each root waits for its own."),
-    N("set_reduce_scatter_max_input_buffers(>1) is not supported with the symmetric-memory", "Works: symmetric memory is for gathers."),
-    N("Failed to reconstruct dataclass", "Works: tensors are found, and the container is not made anew."),
-    N("spmd_types", "That package's types are no part of a sharded parameter here."),
-    N("Expected spmd.R on FSDP DP axis", "That package's types are no part of a sharded parameter here."),
-    # FSDP2: its own state
-    N("", INTERNAL, "_fsdp_collectives.py"),
-    N("", "torch's own class, which is passed in.", "_fsdp_common.py::DataParallelMeshInfo"),
-    N("", "torch's own class, which is passed in.", "_fsdp_common.py::FSDPMeshInfo"),
-    N("", "torch's own class, which is passed in.", "_fsdp_common.py::DDPMeshInfo"),
-    N("", INTERNAL, "_fsdp_common.py::_raise_assert_with_print"),
-    N("Expects DTensor to be moved to", INTERNAL),
-    N("Expects the parameter to already be moved to device", INTERNAL),
-    N("Expected Shard, got", "Said as \"Invalid shard_placement_fn result\"; torch does so where the result is no ShardPlacementResult."),
-    N("Expected contiguous tensor", INTERNAL),
-    N("must not be None", INTERNAL),
-    N("cannot be None", INTERNAL),
-    N("FSDP requires the DP and model parallel TP/EP mesh to be not None", INTERNAL),
-    N("_spmd_mesh.ndim can only be", INTERNAL),
-    N("Expected replicate_mesh_dim to be 0", INTERNAL),
-    N("", INTERNAL, "_fsdp_param.py::FSDPParam._init_sharded_post_forward"),
-    N("", INTERNAL, "_fsdp_param.py::FSDPParam._init_shard_mesh"),
-    N("", INTERNAL, "_fsdp_param.py::FSDPParam.init_unsharded_param"),
-    N("", INTERNAL, "_fsdp_param.py::FSDPParam.to_sharded_post_forward"),
-    N("", INTERNAL, "_fsdp_param.py::FSDPParam.all_gather_inputs"),
-    N("", INTERNAL, "_fsdp_param.py::FSDPParam.unsharded_grad_data"),
-    N("", INTERNAL, "_fsdp_param.py::FSDPParam._get_grad_inner_tensor"),
-    N("", INTERNAL, "_fsdp_param.py::FSDPParam.reset_sharded_param"),
-    N("", INTERNAL, "_fsdp_param_group.py::FSDPParamGroup._"),
-    N("", INTERNAL, "_fsdp_param_group.py::_get_param_module_infos"),
-    N("Expected all_reduce_event", INTERNAL),
-    N("", INTERNAL, "_fsdp_state.py::FSDPState._fsdp_param_group"),
-    N("", INTERNAL, "_fsdp_state.py::FSDPState._init_fqns"),
-    N("", INTERNAL, "_fsdp_state.py::FSDPState._root_post_backward_final_callback"),
-    N("finalize_backward must be called after the first forward", INTERNAL),
-    N("No FSDP state found on", INTERNAL),
-    N("", INTERNAL, "contract.py"),
-    # FSDP1: ours says these sentences as well; other files test them
-    N("Cannot writeback when the", "Said of a gradient as well: `test_writes.py::test_data_that_does_not_fit_is_refused`."),
-    N("Only some but not all ranks have a `None`", "RuntimeError, \"Only some but not all ranks have a gradient\": no zeros are put in its place."),
-    N("Changing shared parameters is not supported", "Said: `test_helpers_found.py`, where a tied parameter becomes two in full_params."),
-    N("FSDP does not support changing the parameters between forward and backward", "A write counts from the next gather on, which may be the one of backward, as under FSDP2."),
-    N("needs writeback in", "There is no flat parameter: what is written to a shard is there (`test_writes.py`)."),
-    N("To support a module with both CPU and GPU params, please pass in device_id argument", "Said; takes two devices."),
-    N("FSDP only supports single device modules but got params on", "Said; takes two devices."),
-    N("FSDP does not support modules with different device types", "Said as \"FSDP only supports single device modules\"; takes two devices."),
-    N("Inconsistent compute device and `device_id`", "Said; takes an accelerator."),
-    N("unscale_() is being called after step()", "torch's own scaler says it, ours is a subclass."),
-    N("No inf checks were recorded prior to update", "torch's own scaler says it, ours is a subclass."),
-    N("new_scale should be a float or a 1-element", "torch's own scaler says it, ours is a subclass."),
-    N("The lambda_fn passed to CustomPolicy should return", "torch's own policies are used."),
-    N("You are already within an autowrap context", "torch's own enable_wrap is used."),
-    N("is already wrapped by", "Said by the check before it, as \"FSDP auto wrapping requires modules to not already have FSDP applied\"."),
-    N("`ignored_modules` should be an iterable of", "torch's checks before it say it otherwise, and ours as these."),
-    # FSDP1: works here, or is otherwise on purpose
-    N("FSDP needs a non-CPU accelerator device", "Works on the CPU."),
-    N("FSDP does not support CPU only execution", "Works on the CPU."),
-    N("The module has CPU parameters or buffers when `sync_module_states=True`", "Works on the CPU."),
-    N("The passed-in `module` is on CPU and will thus have", "Works: shards are cut where the parameters are, and moved."),
-    N("which does not have an explicit index", "The current device is taken, as FSDP1 does."),
-    N("has both parameters with requires_grad=True and False", "Works: frozen parameters are not reduced."),
-    N("Expects one homogeneous value for", "Works: wrappers may differ."),
-    N("FSDP optimizer in backward only supported with use_orig_params=True", "Works: parameters are the original ones."),
-    N("An FSDP-managed module unexpectedly has parameters on", "Said in FSDP2's words for the meta device; on another device the collective fails."),
-    N("An FSDP-managed module with parameter CPU offloading enabled", "Said in FSDP2's words, \"FSDP parameters should be materialized on CPU\"."),
-    N("FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated", "They are not deprecated here."),
-    N("All FSDP modules must have the same type of", "A type has one kind of configuration, so types differ first."),
-    N("When using ``NO_SHARD`` for ``ShardingStrategy``", "Differs: SHARDED_STATE_DICT has `Replicate()` DTensors."),
-    N("Found state_dict_type LOCAL_STATE_DICT", "Works with a mesh."),
-    N("Did not find param with FQN", "load_state_dict says which keys are missing."),
-    N("is all-gathering", "Differs: RanksParted, see docs/ranks-that-differ.md."),
-    N("Forward order differs from that of the first iteration", "Differs: an order that all ranks change alike is no mistake."),
-    N("Found a optim state,", "What an optimizer keeps of no parameter stays under its key."),
-    N("Tensor optimizer state does not have same shape as its parameter", "Works: such state goes as it is (Adafactor's rows and columns)."),
-    N("FSDP currently requires each rank to have at least the optimizer states needed by rank 0's", "Said; takes two ranks that differ (`test_every_rank_raises_where_optimizers_differ`)."),
-    N("Rank {} has different values for", "Steps that differ are kept, as FSDP1 does with `use_orig_params=True`."),
-    N("Can't find {} from", "Works: an optimizer that has names for keys may have them with wrappers or without."),
-    # FSDP1: its own state
-    N("", FLAT, "_flat_param.py"),
-    N("", STATES, "_optim_utils.py"),
-    N("", STATE_DICTS, "_state_dict_utils.py"),
-    N("", STATE_DICTS, "_fsdp_extensions.py"),
-    N("", STATE_DICTS, "_shard_utils.py"),
-    N("", INTERNAL, "_debug_utils.py"),
-    N("", INTERNAL, "_exec_order_utils.py"),
-    N("", INTERNAL, "_trace_utils.py"),
-    N("", INTERNAL, "_common_utils.py"),
-    N("", INTERNAL, "_runtime_utils.py"),
-    N("", INTERNAL, "_unshard_param_utils.py"),
-    N("", INTERNAL, "wrap.py"),
-    N("", "torch's own scaler's state, ours is a subclass of GradScaler.", "sharded_grad_scaler.py"),
-    N("", INTERNAL, "fully_sharded_data_parallel.py"),
-    N("", INTERNAL, "_init_utils.py"),
-)
-
-HEAD = """\
-# What torch's FSDP says, and ours
-
-People look up what FSDP says: each error and warning of ours has torch's phrase in it, then what to do. Each row of the first
-table runs under torch's own and ours (`test_messages.py`); the second says of the rest why not. Written by
-`python -m tests.messages` from `tests/messages.py`.
-"""
-
-
-def written() -> str:
-    """MESSAGES.md."""
-    rows = [
-        [one.situation, one.words or "-", one.kind.__name__, ", ".join(one.says), one.since or "2.11"] for one in MESSAGES
-    ]
-    rest = [[one.words or f"others of `{one.where}`", one.reason] for one in NOT_RUN]
-    said = table("situation|torch's phrase|type|ours has as well|torch since", rows)
-    return "\n".join([HEAD, said, table("torch's phrase|why it is not run", rest)])
-
-
-if __name__ == "__main__":
-    (HERE / "MESSAGES.md").write_text(written())

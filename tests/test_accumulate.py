@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fsdp_compile
+from fsdp_compile.passes import GraphRecord
 from tests.comparing import (
     assert_same_grads,
     assert_same_params,
@@ -16,12 +18,13 @@ from tests.comparing import (
     batches,
     local_loss,
     loss_of,
+    mine,
     reference_backward,
 )
 from tests.compiling import compiled, num_graphs
 from tests.models import Block, HalfUsed, Stack, mesh_of, pair
 from tests.on_ranks import on_four_ranks, on_two_ranks
-from tests.recording import Wire
+from tests.recording import Wire, recorded
 
 
 def small() -> Stack:
@@ -52,10 +55,23 @@ class ReadTwice(Block):
         return (x + self.shift) + (self.down(torch.relu(self.up(self.norm(x)))) + self.shift)
 
 
+class InARow(Stack):
+    """Calls its only layer three times, which are one use of it."""
+
+    def __init__(self) -> None:
+        super().__init__(1, tied=True, block=ReadTwice)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for _ in range(3):
+            x = self.layers[0](x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
 @on_two_ranks
 def test_micro_batches_without_sync_send_nothing() -> None:
     """Of a weight that is tied, and a parameter whose two reads get the very same gradient."""
-    unsharded, model = pair(make=lambda: Stack(1, tied=True, block=ReadTwice))
+    unsharded, model = pair(make=InARow)
     run = compiled(model, "aot_eager")
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
     for step in range(2):
@@ -261,3 +277,49 @@ def test_what_the_last_backward_did_not_reach_is_reduced(path: str) -> None:
         model.set_requires_gradient_sync(micro == 2)
         backward_on_both(run, unsharded, micro)
     assert_same_grads(model, unsharded)
+
+
+# --- with compiled autograd
+
+
+class Single(Stack):
+    """One block, without a loop."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.layers[0](self.embed(tokens))))
+
+
+@contextmanager
+def compiled_autograd() -> Iterator[list[GraphRecord]]:
+    """Backward is compiled too; the graphs that the passes see."""
+    with recorded() as seen, torch._dynamo.config.patch(compiled_autograd=True):
+        yield seen
+
+
+def _step(model: Stack, backend: str) -> Callable[[Tensor], Tensor]:
+    def step(tokens: Tensor) -> Tensor:
+        loss = loss_of(model(tokens))
+        loss.backward()
+        return loss
+
+    return torch.compile(step, backend=backend)
+
+
+@pytest.mark.slow
+@on_two_ranks
+def test_what_is_held_survives_an_eager_evaluation() -> None:
+    """Of gradients of three micro-batches, the last of which synchronizes."""
+    with compiled_autograd():
+        unsharded, model = pair(make=Single)
+        run = _step(model, "aot_eager")
+        for step in range(2):
+            for micro in range(3):
+                model.set_requires_gradient_sync(micro == 2)
+                reference_backward(unsharded, batches(10 * step + micro))
+                run(mine(10 * step + micro))
+                with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                    model(mine())
+            assert_same_grads(model, unsharded)

@@ -21,7 +21,7 @@ from fsdp_compile.eager import around, backward, forward, gathered, reduction
 from tests.comparing import batches, full, loss_of, mine, reference_backward, train_and_compare
 from tests.compiling import compile_blocks, num_graphs
 from tests.matrix.models import ReduceByHand
-from tests.models import Block, Stack, pair, shard, twins
+from tests.models import Block, Stack, pair, twins
 from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import no_markers
@@ -330,20 +330,6 @@ def test_gradients_that_are_asked_for_hooks_and_other_tensors_in_place_of_parame
     assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
     for param, theirs in zip(model.parameters(), unsharded.parameters()):
         torch.testing.assert_close(param.grad.full_tensor(), theirs.grad * 2, atol=1e-6, rtol=1e-4)
-
-
-@on_two_ranks
-def test_blocks_of_other_sizes_are_graphs_of_their_own() -> None:
-    unsharded, model = twins(functools.partial(Stack, 2))
-    for one in (unsharded, model):
-        torch.manual_seed(1)
-        for layer in one.layers:
-            layer.mlp = nn.Linear(16, 16)
-        one.layers.append(Block(16))
-        one.layers[2].up, one.layers[2].down = nn.Linear(16, 50), nn.Linear(50, 16)
-    compile_blocks(shard(model))
-    train_and_compare(model, model, unsharded, steps=2)
-    assert num_graphs() == 2
 
 
 class Counting(ReduceByHand):

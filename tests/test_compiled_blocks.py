@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import warnings
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -189,40 +187,3 @@ def test_mixed_precision_as_on_the_eager_path() -> None:
     for fqn, param in model.named_parameters():
         torch.testing.assert_close(param.grad.full_tensor(), expected[fqn], atol=2e-2, rtol=5e-2, msg=fqn)
     assert saved_full_weights(model) == 0
-
-
-class Dropped(nn.Module):
-    """Linear in its weight, so the gradient times the weight is the output, if both have the same mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(1.0, 2.0, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x * self.weight, 0.5, self.training)
-
-
-@pytest.mark.slow
-@on_two_ranks
-def test_backward_has_the_mask_of_forward() -> None:
-    model = nn.Sequential(Dropped(), nn.Linear(64, 3))
-    fully_shard(model[0]).compile(fullgraph=True)
-    fully_shard(model)
-    for recomputed in (False, True):
-        seen: list[Tensor] = []
-        with mock.patch.dict(model[0]._forward_hooks):
-            model[0].register_forward_hook(lambda module, args, output: seen.append(output))  # noqa: B023
-            torch.manual_seed(dist.get_rank())
-            x = torch.ones(8, 64, requires_grad=True)
-            if recomputed:
-                checkpoint(model[0], x, use_reentrant=False)
-            else:
-                model[0](x)
-        total = seen[0].detach().sum()
-        assert bool((seen[0] == 0).any())
-        model.zero_grad()
-        seen[0].sum().backward()
-        dist.all_reduce(total)
-        grad: Any = model[0].weight.grad
-        mean = (grad.full_tensor() * torch.linspace(1.0, 2.0, 64)).sum()
-        torch.testing.assert_close(mean, total / dist.get_world_size())

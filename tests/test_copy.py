@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp_compile
 from fsdp_compile import FSDPModule, fully_shard
@@ -285,25 +284,6 @@ def test_copies_of_compiled_models_are_what_torch_makes_of_plain_ones() -> None:
     twin.compile(backend="aot_eager", fullgraph=True)
     train_and_compare(twin, twin, copy.deepcopy(unsharded), steps=1)
     assert num_graphs() <= before + 1
-
-
-@on_two_ranks
-def test_a_moving_average_of_a_sharded_model() -> None:
-    unsharded, model = pair(make=lambda: Stack(tied=True))
-    average, expected = (AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for one in (model, unsharded))
-    optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
-    for step in range(3):
-        backward_on_both(model, unsharded, step)
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
-        average.update_parameters(model)
-        expected.update_parameters(unsharded)
-    with torch.no_grad():
-        torch.testing.assert_close(average(mine()), expected(mine()), atol=1e-4, rtol=1e-3)
-    assert not torch.allclose(average(mine()), unsharded(mine()), atol=1e-3)
-    assert_same_params(average.module, expected.module, atol=1e-5, rtol=1e-4)
-    assert_same_params(model, unsharded, atol=1e-4, rtol=1e-3)
 
 
 @on_two_ranks

@@ -258,6 +258,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"fsdp-compile {fsdp_compile.__version__} (torch {torch.__version__})\n"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGHUP))]
 )

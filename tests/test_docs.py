@@ -270,6 +270,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 # --- README.md, and the pages that stood in it ------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_the_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step computes is for the rows of tests/matrix."""

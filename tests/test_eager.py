@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp_compile
 from fsdp_compile import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp_compile.core.unit import unit_of, units_in
 from fsdp_compile.eager.running import running
@@ -208,16 +210,6 @@ def test_kept_storage_has_stable_addresses() -> None:
     assert_same_accumulated(model, unsharded, range(2))
 
 
-@on_two_ranks
-def test_prefetches_out_of_turn_change_no_number() -> None:
-    unsharded, model = pair(make=lambda: Stack(3))
-    first, second, third = model.layers
-    first.set_modules_to_forward_prefetch([third])
-    third.set_modules_to_backward_prefetch([first, second])
-    backward_on_both(model, unsharded, 0, 1)
-    assert_same_grads(model, unsharded)
-
-
 # --- gradients
 
 
@@ -345,14 +337,6 @@ def test_collectives_and_hooks_of_ones_own() -> None:
         param.grad.mul_(3)
     assert_same_grads(model, unsharded)
     assert gather.num_calls and scatter.num_calls and seen
-
-
-@on_two_ranks
-def test_several_reductions_in_a_group_of_their_own() -> None:
-    unsharded, model = pair()
-    model.set_separate_reduce_scatter_group()
-    model.set_reduce_scatter_max_input_buffers(3)
-    train_and_compare(model, model, unsharded)
 
 
 # --- many micro-batches
@@ -813,3 +797,45 @@ def test_a_unit_that_did_not_run_is_gathered_anew(raises: bool) -> None:
                 for param in one.parameters():
                     param.mul_(0.9)  # what had no gradient decays as well
         assert_same_params(model, unsharded, atol=1e-5)
+
+
+# --- rows of the table of differences in docs/from-fsdp2.md, beside what FSDP2 does
+
+
+@on_two_ranks
+def test_between_unshard_and_reshard_reads_are_full_and_what_is_registered_are_shards() -> None:
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for package in (fsdp_compile, torch_fsdp):
+        torch.manual_seed(0)
+        model: Any = package.fully_shard(Block())
+        model(x).sum().backward()
+        model.unshard()
+        registered = dict(model.named_parameters())["up.weight"]
+        assert isinstance(registered, DTensor) == (package is fsdp_compile)
+        assert isinstance(model.up.weight, nn.Parameter)
+        with torch.no_grad():
+            before = model.up.weight.clone()
+            assert type(before) is torch.Tensor and before.shape == (33, 16)
+            model.up.weight.mul_(2)
+            torch.testing.assert_close(model.up.weight, before * 2)
+            outputs.append(model(x))
+        model.reshard()
+        torch.testing.assert_close(full(model.up.weight), before, atol=0, rtol=0)
+        assert model.up.weight.grad is not None  # the shard's
+        model.unshard()
+        torch.testing.assert_close(model.up.weight, before, atol=0, rtol=0)
+        model.reshard()
+    torch.testing.assert_close(*outputs)
+
+
+@on_two_ranks
+def test_the_root_is_freed_after_a_forward_without_backward() -> None:
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    gathered = []
+    for package in (fsdp_compile, torch_fsdp):
+        model: Any = package.fully_shard(Block())
+        with torch.no_grad():
+            model(x)
+            gathered.append(not isinstance(model.up.weight, DTensor))
+    assert gathered == [False, True]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tests.comparing import assert_same_grads, backward_on_both, local_loss, train_and_compare
 from tests.compiling import compiled, num_graphs
@@ -109,15 +108,6 @@ def test_steps_may_be_eager_and_frames_reach_the_recompile_limit() -> None:
         train_and_compare(run, sharded, unsharded)
     sharded.layers[1].compile(backend="aot_eager", fullgraph=True)
     train_and_compare(sharded, sharded, unsharded, steps=1)
-
-
-@pytest.mark.usefixtures("fake_group_of_four")
-def test_outside_of_a_forward_a_parameter_is_its_shard() -> None:
-    _, sharded = pair(make=lambda: Stack(1))
-    for run in (sharded, torch.compile(sharded, backend="aot_eager")):
-        run(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
-        assert isinstance(sharded.layers[0].up.weight, DTensor)
-        assert isinstance(sharded.head.weight, DTensor)
 
 
 # --- what a graph cannot honour

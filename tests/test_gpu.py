@@ -22,7 +22,7 @@ from tests.comparing import assert_same_grads, assert_same_params
 from tests.models import Block
 from tests.on_ranks import _on
 from tests.ranks import Ranks
-from tests.test_compiled_autograd import compiled_autograd
+from tests.test_accumulate import compiled_autograd
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""Ranks that part raise, all of them, and say what each of them does; ranks that only differ train on."""
+"""Ranks that part say so, all of them, with what each of them does, and raise; ranks that only differ train on."""
 
 from __future__ import annotations
 
@@ -6,54 +6,79 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from fsdp_compile.lookout.chain import Chain, Link, Piece
-from fsdp_compile.lookout.judge import Answer, Group, Verdict, judge
-from fsdp_compile.lookout.lookout import ENVIRONMENT, Lookout, _Watch
+from fsdp_compile.lookout.chain import NOTHING, Chain, Group, Link
+from fsdp_compile.lookout.judge import ADVICE, HAS_DIED, IS_LOST, SAYS_NOTHING, Said, Verdict, judge
+from fsdp_compile.lookout.lookout import ENVIRONMENT, Lookout, RanksParted, Watch
+from fsdp_compile.lookout.names import Namer
+from fsdp_compile.passes import _torch_compat as compat
+from fsdp_compile.passes.ranks.worlds import World
 from fsdp_compile.passes.wire.ledger import ledger
 from tests import parting
+from tests.processes import wait_until
 from tests.ranks import PRELOAD
 
 WATCH_S = 3.0
 
 
-Outcome = tuple[int, dict[str, str], str]
+@dataclass
+class Outcome:
+    """What became of a rank."""
+
+    status: int | None  # None if it still waited in gloo when it was killed
+    log: str
+    raised: str = ""
+    text: str = ""
+
+    @property
+    def told(self) -> str:
+        """What it said of how ranks parted."""
+        return self.log + self.text
+
+
 Part = Callable[..., list[Outcome]]
 
 
 @pytest.fixture
 def part(tmp_path: Path) -> Part:
-    """Runs a case; gives the exit status, last words and errors of each rank."""
+    """Runs a case; gives what became of each rank. Ranks that wait in gloo are killed when they have said why."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
 
     def run(case: str, mode: str, world: int = 2) -> list[Outcome]:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = store.port
+        if case == "lost":  # a rank keeps it there
+            del store
         files = [(tmp_path / f"said-{rank}", tmp_path / f"log-{rank}") for rank in range(world)]
         processes = [
             context.Process(target=parting.main, args=(case, mode, rank, world, port, WATCH_S, *files[rank]), daemon=True)
             for rank in range(world)
         ]
-        end = time.monotonic() + 200
+
+        def has_said(rank: int) -> bool:
+            said, log = files[rank]
+            logs_it = log.exists() and "This rank raises this at its next collective" in log.read_text()
+            return processes[rank].exitcode is not None or said.exists() or logs_it
+
         try:
             for process in processes:
                 process.start()
-            for process in processes:
-                process.join(max(0.0, end - time.monotonic()))
+            wait_until(lambda: all(map(has_said, range(world))), "all ranks have ended, or said why not", 200)
+            for process in processes:  # a rank that waits in gloo does not end, unless the other one has died
+                process.join(30 if case in ("sizes", "lost") else 3)
+            words = [json.loads(said.read_text()) if said.exists() else {} for said, _ in files]
             logs = [log.read_text() for _, log in files]
-            assert all(process.exitcode is not None for process in processes), logs
-            last_words = [json.loads(said.read_text()) if said.exists() else {} for said, _ in files]
-            return list(zip([process.exitcode for process in processes], last_words, logs))
+            return [Outcome(process.exitcode, log, **one) for process, log, one in zip(processes, logs, words)]
         finally:
             for process in processes:
                 process.kill()
@@ -63,23 +88,24 @@ def part(tmp_path: Path) -> Part:
 
 @pytest.mark.parametrize(("mode", "world"), [("eager", 3), pytest.param("inductor", 2, marks=pytest.mark.more)])
 def test_other_parameters_of_equal_shapes(part: Part, mode: str, world: int) -> None:
-    """Which train wrong, without a word, where nobody compares: all ranks raise."""
-    for status, said, err in part("equal", mode, world):
-        assert (status, said["raised"]) == (0, "RanksParted"), err
-        rank_0, *others = _lines(said["text"])
-        assert rank_0.startswith("rank 0: ") and "a.weight" in rank_0, said["text"]
-        assert others and all("b.weight" in other for other in others), said["text"]
-        assert said["text"] in err  # logged as well
+    """Which train wrong, without a word, where nobody compares: all ranks say so, and none trains to the end."""
+    for rank in part("equal", mode, world):
+        assert rank.raised == "RanksParted" or rank.status is None, rank
+        rank_0, *others = _lines(rank.log)
+        assert rank_0.startswith("rank 0: ") and "a.weight" in rank_0, rank.log
+        assert others and all("b.weight" in other for other in others), rank.log
+        assert "or for 300 s, the group's timeout. init_process_group(timeout=...) sets that" in rank.log
 
 
-@pytest.mark.more
-def test_other_parameters_of_other_shapes(part: Part) -> None:
-    """Gloo aborts the rank that receives more than it expects; it says why before it dies, and the others raise."""
-    outcomes = part("sizes", "eager")
-    assert {status for status, _, _ in outcomes} <= {0, -signal.SIGABRT}
-    assert {said["raised"] for status, said, _ in outcomes if status == 0} <= {"RanksParted"}
-    for _, _, err in outcomes:
-        assert "rank 0: " in err and "rank 1: " in err and "b.weight" in err, err
+@pytest.mark.parametrize("case", ["sizes", pytest.param("lost", marks=pytest.mark.more)])
+def test_other_parameters_of_other_shapes(part: Part, case: str) -> None:
+    """Gloo aborts the rank that receives more than it expects. The other one says where, also if the store is gone."""
+    died, raised = part(case, "eager")
+    assert died.status == -signal.SIGABRT
+    assert (raised.status, raised.raised) == (0, "RanksParted"), raised
+    rank_0, rank_1, on_death = _lines(raised.text)
+    assert rank_0 == f"rank 0: {HAS_DIED if case == 'sizes' else IS_LOST}"
+    assert "b.weight" in rank_1 and on_death.startswith("Gloo ends a process to which")
 
 
 @pytest.mark.more
@@ -93,34 +119,37 @@ def test_other_parameters_of_other_shapes(part: Part) -> None:
 )
 def test_a_rank_that_launches_what_others_do_not(part: Part, case: str, mode: str, words: tuple[str, ...]) -> None:
     """One uses a parameter alone; one runs eagerly, while the other compiles where no pass makes buckets."""
-    for status, said, err in part(case, mode):
-        assert all(one in err for one in ("rank 0: ", *words)), err
-        assert (status, said.get("raised")) == (0, "RanksParted") or status == -signal.SIGABRT, err
+    outcomes = part(case, mode)
+    for rank in outcomes:
+        if rank.status != -signal.SIGABRT:
+            assert rank.raised == "RanksParted" or rank.status is None, rank
+            assert all(one in rank.told for one in ("rank 0: ", *words)), rank
+    assert any(rank.told for rank in outcomes)
 
 
 @pytest.mark.more
 @pytest.mark.parametrize(("case", "mode"), [("fewer", "eager"), ("first run", "inductor")])
 def test_a_rank_that_ends_earlier(part: Part, case: str, mode: str) -> None:
     """Also where another one runs a graph for the first time."""
-    (_, raised, err), (_, ended, _) = part(case, mode)
-    assert ended["raised"] == ""
-    assert raised["raised"] == "RanksParted", err
-    rank_0, rank_1 = _lines(raised["text"])
-    assert "the last that it launched is the " in rank_0 and "front.weight" in rank_0, raised["text"]
-    assert "issues nothing more -- has left" in rank_1, raised["text"]
+    waits, ended = part(case, mode)
+    assert (ended.status, ended.raised) == (0, "")
+    assert waits.raised == "RanksParted", waits
+    rank_0, rank_1 = _lines(waits.text)
+    assert "the last that it launched is the " in rank_0 and "front.weight" in rank_0, waits.text
+    assert "issues nothing more -- has left" in rank_1, waits.text
 
 
 @pytest.mark.more
 def test_a_slow_rank_with_other_lengths_is_none_that_parted(part: Part) -> None:
     outcomes = part("slow", "aot_eager")
-    for status, said, err in outcomes:
-        assert (status, said["raised"]) == (0, ""), err
-    assert "it waits for rank 1, which has launched nothing for " in outcomes[0][2]
+    for rank in outcomes:
+        assert (rank.status, rank.raised) == (0, ""), rank
+    assert "it waits for rank 1, which has launched nothing for " in outcomes[0].log
 
 
 def test_what_was_switched_off_after_the_first_step_says_nothing(part: Part) -> None:
-    for status, said, err in part("off", "eager"):
-        assert (status, said["raised"], "waits for" in err) == (0, "", False), err
+    for rank in part("off", "eager"):
+        assert (rank.status, rank.raised, "waits for" in rank.log) == (0, "", False), rank
 
 
 def test_the_environment_says_how_long_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,94 +158,123 @@ def test_the_environment_says_how_long_it_waits(monkeypatch: pytest.MonkeyPatch)
 
 
 def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines()[1:-1]]
+    """What ranks do, in a log or an error."""
+    shown = text[text.index("(process group") : text.index(ADVICE)]
+    return [line.strip() for line in shown.splitlines()[1:]]
 
 
 def links(*names: str) -> tuple[Link, ...]:
     return tuple(Link("all_gather float32 8 bytes a rank, 1 parameter", (name,)) for name in names)
 
 
-def test_steps_that_issue_the_same_keep_it_once() -> None:
-    chain = Chain()
-    for _ in range(3):
-        chain.append(Piece((Link("gather", ("w",)), Link("reduce", ("w",))), "forward graph"))
-    assert len({id(step.piece) for step in chain.steps}) == 1
-
-
 def test_a_fork_does_not_wait_for_a_thread_that_it_has_not() -> None:
-    watch: Any = SimpleNamespace(_stop=threading.Event(), _done=threading.Event(), _process=os.getpid() + 1)
-    began = time.monotonic()
-    _Watch.stop(watch)
-    assert watch._stop.is_set() and time.monotonic() - began < 1
+    """At its exit it joins the thread, and Python knows that a fork has none: ``Watch`` is a ``threading.Thread``."""
+    goes_on = threading.Event()
+    watch: Any = threading.Thread(target=goes_on.wait, daemon=True)
+    watch._ends = threading.Event()
+    watch.start()
+    child = os.fork()
+    if child == 0:
+        began = time.monotonic()
+        Watch.end(watch)
+        os._exit(time.monotonic() - began > 1)
+    assert os.waitpid(child, 0)[1] == 0
+    goes_on.set()
+    watch.join()
 
 
 def test_a_store_that_is_gone_does_not_let_ranks_that_parted_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank that keeps the store may end while another one still compiles its backward."""
-    current, alarm = Lookout(), lambda: None
-    gone: Any = SimpleNamespace(
-        _parted="they differ", _lookout=current, _done=threading.Event(), is_in_this_world=lambda: True
-    )
-    current._watch = gone
-    monkeypatch.setattr(ledger, "alarm", alarm)
-    _Watch.run(gone)
-    assert gone._done.is_set() and ledger.alarm is alarm
+
+    class Gone:
+        def add(self, key: str, more: int) -> int:
+            raise RuntimeError("connection refused")
+
+    store: Any = Gone()
+    monkeypatch.setattr(compat, "default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(ledger, "alarm", None)
+    world = World(lambda: store, "")
+    watch = Watch(Lookout(), Namer(), world, world)
+    watch._part("they differ")
+    watch.run()
+    with pytest.raises(RanksParted, match="they differ"):
+        ledger.note("all_gather", [], "0")
 
 
-def test_a_chain_is_the_same_however_it_was_cut_into_pieces() -> None:
+def test_hashes_are_compared_at_any_place_whatever_was_issued_at_once() -> None:
     whole, parts = Chain(), Chain()
-    whole.append(Piece(links("a", "b", "c"), "graph"))
+    whole.append(links("a", "b", "c"), 0)
     for link in links("a", "b", "c"):
-        parts.append(Piece((link,), "eager"))
+        parts.append([link])
     assert [whole.at(count) for count in range(4)] == [parts.at(count) for count in range(4)]
     assert whole.at(4) is None
     other = Chain()
-    other.append(Piece(links("a", "c", "b"), "graph"))
+    other.append(links("a", "c", "b"))
     assert whole.at(1) == other.at(1) and whole.at(2) != other.at(2)
+
+
+def test_a_graph_has_issued_what_its_group_was_given_since_it_began() -> None:
+    given = iter((7, 8, 12))
+    chain = Chain((0, 1), lambda: next(given))
+    chain.append(links("a", "b"))
+    assert chain.issued() == 2
+    chain.append(links("a", "b", "c"), 7)
+    assert [chain.issued() for _ in range(3)] == [2, 3, 5]
 
 
 def group(*names: str, issued: int | None = None) -> Group:
     made = links(*names)
-    return Group((0, 1), 0, made, ("eager",) * len(made), len(made) if issued is None else issued)
+    return Group((0, 1), len(made), NOTHING, len(made) if issued is None else issued, made)
 
 
 def test_who_waits_for_one_that_is_busy_is_not_told_to_raise() -> None:
-    ahead, behind = Answer("", 70, {"0": group("a", "b")}), Answer("", 90, {"0": group("a")})
+    ahead, behind = Said({"0": group("a", "b")}, 70), Said({"0": group("a")}, 90)
     verdict = judge({0: ahead, 1: behind}, waiting=0, idle_s=30)
     assert verdict.text == ""
     assert "waits for rank 1, which has launched nothing for 90 s" in verdict.slow
 
 
 def test_who_waits_for_one_that_waits_in_another_group_is() -> None:
-    first = Answer("", 70, {"0": group("a", "b"), "1": group()})
-    other = Answer("", 70, {"0": group("a"), "1": group("c")})
+    first = Said({"0": group("a", "b"), "1": group()}, 70)
+    other = Said({"0": group("a"), "1": group("c")}, 70)
     text = judge({0: first, 1: other}, waiting=0, idle_s=30).text
     assert "wait for one another (process group 0)" in text
     assert "rank 0: eager, all_gather of b" in text
     assert "rank 1: issues nothing more -- the last that it launched is the all_gather of a" in text
-    went_on = Answer("", 0, other.groups)  # it issued something a moment ago
+    went_on = Said(other.groups)  # it issued something a moment ago
     assert judge({0: first, 1: went_on}, waiting=0, idle_s=30).text == ""
 
 
 def test_three_ranks_that_wait_in_a_circle_are() -> None:
-    def of(ahead: str, behind: str) -> Answer:
+    def of(ahead: str, behind: str) -> Said:
         ranks = {"0": (0, 1), "1": (1, 2), "2": (2, 0)}
-        groups = {name: Group(ranks[name], 0, links("a"), ("eager",), int(name == ahead)) for name in (ahead, behind)}
-        return Answer("", 70, groups)
+        return Said({name: Group(ranks[name], 1, NOTHING, int(name == ahead), links("a")) for name in (ahead, behind)}, 70)
 
     assert "wait for one another" in judge({0: of("0", "2"), 1: of("1", "0"), 2: of("2", "1")}, waiting=0, idle_s=30).text
 
 
 def test_who_said_that_it_waits_before_the_other_went_on_is_not() -> None:
-    waited, went_on = Answer("", 70, {"0": group("a", issued=1)}), Answer("", 0, {"0": group("a", "b")})
+    waited, went_on = Said({"0": group("a", issued=1)}, 70), Said({"0": group("a", "b")})
     assert judge({0: waited, 1: went_on}, waiting=0, idle_s=30).text == ""
 
 
 def test_a_slow_network_is_no_difference() -> None:
-    same = Answer("", 70, {"0": group("a", "b")})
+    same = Said({"0": group("a", "b")}, 70)
     assert judge({0: same, 1: same}, waiting=0, idle_s=30) == Verdict()
 
 
+def test_a_rank_that_says_nothing_has_died_only_if_a_wait_failed() -> None:
+    """Else it may be held up, in C code that does not let its thread run."""
+    ahead, last_heard = Said({"0": group("a", "b")}, 70), Group((0, 1), 1, NOTHING, 1)
+    for state in (SAYS_NOTHING, HAS_DIED):
+        verdict = judge({0: ahead, 1: Said({"0": last_heard}, state=state)}, waiting=0, idle_s=30)
+        assert bool(verdict.slow) == (state == SAYS_NOTHING) and bool(verdict.text) == (state == HAS_DIED)
+        assert f"rank 1, {state}" in verdict.slow or f"rank 1: {state}" in verdict.text
+
+
 def test_names_that_are_not_sure_are_no_difference() -> None:
-    unsure = Group((0, 1), 0, (Link(links("b")[0].wire, ("b",), sure=False),), ("graph",), 1)
-    verdict = judge({0: Answer(groups={"0": group("a")}), 1: Answer(groups={"0": unsure})})
+    unsure = Group((0, 1), 1, NOTHING, 1, (Link(links("b")[0].wire, ("b",), sure=False),))
+    verdict = judge({0: Said({"0": group("a")}), 1: Said({"0": unsure})})
     assert verdict.text == "" and verdict.nameless == ("0",)

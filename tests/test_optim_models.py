@@ -151,7 +151,7 @@ def test_a_compiled_step_trains_as_the_unsharded_model(kind: str) -> None:
     ours, theirs = KINDS[kind]
     optimizer = ours(shard(model))
 
-    @torch.compile
+    @torch.compile(backend="aot_eager")
     def step(number: int) -> Tensor:
         loss = loss_of(model(mine(number)))
         loss.backward()

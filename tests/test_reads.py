@@ -27,11 +27,10 @@ import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.eager import forward as eager
 from tests.comparing import assert_same_grads, compare_one_step, full
-from tests.compiling import compiled, no_kernels_built, num_graphs
+from tests.compiling import compiled, num_graphs
 from tests.models import Fault, one_unit, twins
 from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
-from tests.recording import recorded
 
 PACKAGE = Path(fsdp_compile.__file__).resolve().parent
 
@@ -715,15 +714,3 @@ def test_reparametrizing_after_sharding_is_refused_by_name() -> None:
     other = fully_shard(nn.Sequential(nn.Linear(6, 6)))
     with pytest.raises(RuntimeError, match=r"0\.weight.*before fully_shard"), pytest.warns(FutureWarning):
         nn.utils.weight_norm(other[0])
-
-
-@pytest.mark.slow
-@on_two_ranks
-def test_stages_on_disjoint_ranks_may_differ() -> None:
-    """Two ranks, each with a pipeline stage of its own: equal names, other sizes, no group in common."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
-    width = 16 * (dist.get_rank() + 1)
-    stage = fully_shard(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)), mesh=mesh["dp"])
-    with recorded() as seen, no_kernels_built():
-        torch.compile(stage)(torch.ones(2, width)).sum().backward()
-    assert [record.stage for record in seen] == ["joint", "forward", "backward"]

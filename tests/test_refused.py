@@ -34,14 +34,10 @@ class Fault(Exception):
 
 
 class FaultAt:
-    """Raises at one event inside ``make_unit``: as a function of the package is entered, or when it is done.
+    """Raises at one event inside ``make_unit``, until all is changed: as a function of ours is entered, or is done."""
 
-    With ``lines``, each line that runs is an event as well, until all is changed: Python comes back to the line of a
-    ``with`` when its block is done, and what is raised there is no longer the block's.
-    """
-
-    def __init__(self, place: int, lines: bool) -> None:
-        self.left, self.lines, self.inside, self.changing = place, lines, False, False
+    def __init__(self, place: int) -> None:
+        self.left, self.inside, self.changing = place, False, False
 
     def __enter__(self) -> None:
         sys.settrace(self._on_event)
@@ -55,12 +51,12 @@ class FaultAt:
                 self.inside = event == "call"
                 return self._on_event
             if event == "line" and frame.f_lineno == ALL_OR_NOTHING:
-                self.inside, self.changing = not self.changing, True
+                self.inside, self.changing = not self.changing, True  # Python comes back to the line when its block ends
         elif not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_filename.endswith("/undo.py"):
             return None
         elif frame.f_code.co_flags & inspect.CO_GENERATOR:
             return None  # Python resumes it once more to close it, and drops what is raised then
-        if self.inside and (event in ("call", "return") or (event == "line" and self.lines)):
+        if self.inside and event in ("call", "return"):
             self.left -= 1
             if self.left == 0:
                 raise Fault(f"{event} {frame.f_code.co_qualname}:{frame.f_lineno}")
@@ -122,7 +118,7 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def _raise_everywhere(kind: str, step: int, lines: bool) -> list[str]:
+def _raise_everywhere(kind: str, step: int) -> list[str]:
     call, model = CALLS[kind], _prepared()
     if kind == "a compiled module":
         model = torch.compile(model, backend="eager")  # type: ignore[assignment]
@@ -132,8 +128,7 @@ def _raise_everywhere(kind: str, step: int, lines: bool) -> list[str]:
         sharded_class.forget()  # type: ignore[attr-defined]
         before, kept = everything(model)
         try:
-            # A fault on the line of a `with` that ends is one that Python ends it without: torch.no_grad() goes on.
-            with torch.enable_grad(), FaultAt(place, lines):
+            with FaultAt(place):
                 call(model)
             return raised
         except Fault as fault:
@@ -146,16 +141,13 @@ def _raise_everywhere(kind: str, step: int, lines: bool) -> list[str]:
         place += step
 
 
-def test_every_step_may_raise_and_nothing_has_changed() -> None:
-    raised = _raise_everywhere("one module", 13, lines=False)
-    assert len(raised) > 30
+@pytest.mark.parametrize(
+    ("call", "step"), [("one module", 13), *(pytest.param(call, 37, marks=pytest.mark.more) for call in [*CALLS][1:])]
+)
+def test_every_step_may_raise_and_nothing_has_changed(call: str, step: int) -> None:
+    raised = _raise_everywhere(call, step)
+    assert len(raised) > 10
     assert {"call", "return"} == {one.partition(" ")[0] for one in raised}
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("call", CALLS)
-def test_every_line_may_raise_and_nothing_has_changed(call: str) -> None:
-    assert len(_raise_everywhere(call, 211, lines=True)) > 10
 
 
 class TwoArguments(Opaque):

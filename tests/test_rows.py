@@ -1,39 +1,48 @@
-"""ROWS.md and ROWS_FSDP1.md say which test covers which row of FSDP2's and FSDP1's behaviour, in the tests' own words."""
+"""Every test exists that ROWS.md and ROWS_FSDP1.md name. These tables list the tests of each behaviour of FSDP."""
 
 from __future__ import annotations
 
-from tests import rows_fsdp1
-from tests.rows import HERE, ROWS, cases_in, functions_of, named_in, split, written
+import ast
+import functools
+import re
+from pathlib import Path
 
-ALL = (*ROWS, *rows_fsdp1.ROWS)
-NAMED = [named for one in ALL for named in one.tests]
+import pytest
 
-
-def test_the_table_is_made_from_the_tests() -> None:
-    assert (HERE / "ROWS.md").read_text() == written(), "python -m tests.rows writes it anew"
-    fsdp1 = (HERE / "ROWS_FSDP1.md").read_text()
-    assert fsdp1 == rows_fsdp1.written(), "python -m tests.rows_fsdp1 writes it anew"
-
-
-def test_the_tests_and_cases_that_rows_name_exist() -> None:
-    assert len(NAMED) > 200
-    missing = [named for named in NAMED if split(named)[1] not in functions_of(split(named)[0])]
-    missing += [named for named in NAMED if split(named)[2] and split(named)[2] not in cases_in(split(named)[0])]
-    in_notes = {test for one in ALL for test in named_in(one.note)}
-    missing += [test for test in in_notes if test.partition("::")[2] not in functions_of(test.partition("::")[0])]
-    assert missing == []
+HERE = Path(__file__).parent
+# The parts of each table, and how many rows a part has.
+TABLES = {
+    "ROWS.md": {"A": 23, "B": 28, "M": 9, "D": 33},
+    "ROWS_FSDP1.md": {"2A": 16, "2B": 9, "2C": 6, "2D": 18, "2E": 7, "2F": 6},
+}
+TEST = re.compile(r"`(test_\w+\.py)::(test_\w+)(?: \[([^`]*)\])?`")
 
 
-def test_a_row_has_a_test_or_says_why_not() -> None:
-    for one in ALL:
-        assert one.tests or one.note.startswith("Left out:"), one
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of each row: its number, what it is about, its tests, a note."""
+    lines = [line for line in (HERE / table).read_text().splitlines() if re.match(r"\| \d?[A-Z]\d+ \|", line)]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-def test_no_row_is_missing() -> None:
-    lengths = {"A": 23, "B": 28, "M": 9, "D": 33}
-    assert [one.row for one in ROWS] == [
-        f"{part}{number}" for part, length in lengths.items() for number in range(1, length + 1)
+@functools.cache
+def source_of(file: str) -> ast.Module:
+    return ast.parse((HERE / file).read_text())
+
+
+def is_there(file: str, test: str, case: str) -> bool:
+    """Whether the file has that test, and its table, which may be messages.py, has such a case."""
+    functions = {node.name for node in source_of(file).body if isinstance(node, ast.FunctionDef)}
+    table = source_of("messages.py" if file == "test_messages.py" else file)
+    strings = {node.value for node in ast.walk(table) if isinstance(node, ast.Constant)}
+    return test in functions and (not case or case in strings)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_row_names_tests_that_exist_or_says_why_it_has_none(table: str) -> None:
+    rows = rows_of(table)
+    assert [row for row, *_ in rows] == [
+        f"{part}{number}" for part, length in TABLES[table].items() for number in range(1, length + 1)
     ]
-    assert [one.row for one in rows_fsdp1.ROWS] == [
-        f"2{part}{number}" for part, length in rows_fsdp1.LENGTHS.items() for number in range(1, length + 1)
-    ]
+    for row, _, tests, note in rows:
+        assert TEST.fullmatch(tests.partition("<br>")[0]) or note.startswith("Left out:"), row
+        assert [named for named in TEST.findall(f"{tests} {note}") if not is_there(*named)] == [], row

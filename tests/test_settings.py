@@ -6,6 +6,8 @@ The model is a tower of blocks whose sizes differ, so that a collective's size s
 from __future__ import annotations
 
 import copy
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -18,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compile import FSDPModule, fully_shard
 from fsdp_compile.core.unit import unit_of, units_in
 from fsdp_compile.eager.running import running
+from fsdp_compile.passes.wire.ledger import ledger
 from tests.comparing import assert_same_grads, full, loss_of, reference_backward
 from tests.compiling import compiled
 from tests.models import twins
 from tests.on_ranks import on_two_ranks
+from tests.processes import wait_until
 from tests.recording import GATHER, REDUCE, WAIT, held_bytes
 
 WIDTH = 8
@@ -240,12 +244,12 @@ def test_gathers_run_one_unit_ahead_in_forward_and_in_backward() -> None:
 @on_two_ranks
 def test_a_unit_launches_the_gathers_that_its_forward_was_told_to() -> None:
     unsharded, model = tower()
-    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+    model[0].set_modules_to_forward_prefetch([model[2], model[1]])  # out of turn
     model[1].set_modules_to_forward_prefetch([model[3]])
     forward, backward = _order(unsharded, model)
     assert forward == [
         ("gather", 0),
-        ("gather", 1), ("gather", 2), ("compute", 0),
+        ("gather", 2), ("gather", 1), ("compute", 0),
         ("gather", 3), ("compute", 1),
         ("compute", 2),
         ("compute", 3),
@@ -256,12 +260,12 @@ def test_a_unit_launches_the_gathers_that_its_forward_was_told_to() -> None:
 @on_two_ranks
 def test_a_unit_launches_the_gathers_that_its_backward_was_told_to() -> None:
     unsharded, model = tower()
-    model[3].set_modules_to_backward_prefetch([model[2], model[1]])
+    model[3].set_modules_to_backward_prefetch([model[1], model[2]])
     model[2].set_modules_to_backward_prefetch([model[0]])
     forward, backward = _order(unsharded, model)
     assert [block for what, block in forward if what == "gather"] == [0, 1, 2, 3]
     assert backward == [
-        ("gather", 3), ("gather", 2), ("gather", 1), ("reduce", 3),
+        ("gather", 3), ("gather", 1), ("gather", 2), ("reduce", 3),
         ("gather", 0), ("reduce", 2),
         ("reduce", 1),
         ("reduce", 0),
@@ -394,3 +398,63 @@ def test_the_old_name_of_the_divide_factor_warns_and_works() -> None:
     for param, summed in zip(model.parameters(), unsharded.parameters()):
         assert isinstance(param.grad, DTensor)
         torch.testing.assert_close(full(param.grad), dist.get_world_size() * summed.grad)
+
+
+# --- process groups for reductions: one for each set of ranks, however often they are switched on
+
+
+def _counts() -> tuple[int, int]:
+    """Process groups and open files of this process."""
+    return len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))
+
+
+def _sharded() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@on_two_ranks
+def test_switching_often_makes_one_group() -> None:
+    model = _sharded()
+    model.set_separate_reduce_scatter_group(True)
+    model(torch.ones(2, 4)).sum().backward()
+    first = _counts()
+    for turn in range(50):
+        model.set_separate_reduce_scatter_group(turn % 2 == 1)
+    another = _sharded()
+    another.set_separate_reduce_scatter_group(True)
+    for one in (model, another):
+        one(torch.ones(2, 4)).sum().backward()
+    assert _counts() == first
+
+
+def _watching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "fsdp_compile lookout"]
+
+
+@on_two_ranks
+def test_a_new_world_has_its_own(tmp_path: Any) -> None:
+    def world(number: int) -> None:
+        where = f"file://{tmp_path}/rendezvous.{number}"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    counts = []
+    for number in range(3):
+        world(number)
+        model = _sharded()
+        model.set_separate_reduce_scatter_group(True)
+        model(torch.ones(2, 4)).sum().backward()
+        assert model[0].weight.grad is not None
+        counts.append(_counts())
+        assert ledger.is_kept, "ranks of this world are not compared"
+        dist.destroy_process_group()
+    world(3)
+    model = _sharded()  # before the thread that watched the last world has seen that it is gone
+    wait_until(lambda: not _watching(), "it has")
+    model(torch.ones(2, 4)).sum().backward()
+    assert ledger.is_kept and len(_watching()) == 1
+    assert counts[0][0] == counts[1][0] == counts[2][0]

@@ -12,8 +12,9 @@ from fsdp_compile.passes import Group
 from fsdp_compile.passes.budget.sketch import Sketch, saved_without
 from fsdp_compile.passes.budget.trial import Figures, trial_of
 from fsdp_compile.passes.cost.profiles import HardwareProfile
+from fsdp_compile.passes.ir.provenance import unshard_nodes
 from fsdp_compile.passes.schedule.activations import activations_of, matrices_of
-from tests.test_budget import GROUPS, WEIGHTS, five_products
+from tests.test_budget import GROUPS, KIB, WEIGHTS, five_products
 from tests.test_chosen_slices import GROUPS as OF_NODES
 from tests.test_chosen_slices import NODES, READ, products
 from tests.test_cost import TOY
@@ -51,11 +52,26 @@ def assert_same(found: Figures, tried: Figures, rel: float = 1e-9) -> None:
     assert found.copied_s == pytest.approx(tried.copied_s)
 
 
-@pytest.mark.parametrize("lookahead", [1, 2])
-def test_a_sketch_keeps_weights_as_a_trial_does(lookahead: int) -> None:
-    sketch = Sketch(trial_of(five_products(), (), TOY, GROUPS), TOY, GROUPS)
+def gathered_once() -> fx.Graph:
+    """What is kept stays from one step to the next."""
+    graph = five_products()
+    for node in unshard_nodes(graph):
+        node.update_kwarg("stays", "kept")
+    return graph
+
+
+@pytest.mark.parametrize(("make", "lookahead"), [(five_products, 1), (five_products, 2), (gathered_once, 1)])
+def test_a_sketch_keeps_weights_as_a_trial_does(make: Made, lookahead: int) -> None:
+    sketch = Sketch(trial_of(make(), (), TOY, GROUPS), TOY, GROUPS)
     for kept in subsets(WEIGHTS[1:]):
-        assert_same(*both(five_products, sketch, TOY, GROUPS, kept, lookahead=lookahead))
+        assert_same(*both(make, sketch, TOY, GROUPS, kept, lookahead=lookahead))
+
+
+def test_what_stays_is_in_memory_from_the_begin_to_the_end() -> None:
+    once, each = (trial_of(make(), WEIGHTS[4:], TOY, GROUPS).weight for make in (gathered_once, five_products))
+    assert once.forward[0] == each.forward[0] + 16 * KIB
+    assert once.returned_bytes == each.returned_bytes + 16 * KIB  # while backward runs
+    assert once.peak_bytes == each.peak_bytes
 
 
 def test_a_sketch_saves_activations_as_a_trial_does() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
+from fsdp_compile.core.unit import units_in
+from fsdp_compile.eager.running import running
 from tests.uses import heard
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four", "limits_for_small_models")
@@ -174,6 +176,20 @@ def test_a_kept_unit_is_gathered_once_and_reduced_for_each_use() -> None:
     launches = _assert_same(_sharded(ORDERS["in turns"], reshard=False), lambda model: model(torch.ones(2, 64)).sum())
     assert launches.count(("gather", "blocks.0.inner.weight")) == 1
     assert launches.count(("reduce", "blocks.0.inner.weight")) == 2
+
+
+def test_a_kept_unit_is_gathered_once_without_gradients() -> None:
+    model, x = _sharded(ORDERS["in turns"], reshard=False), torch.ones(2, 64)
+    evaluated = []
+    with torch.no_grad():
+        for run in (model, torch.compile(model, backend="passes", fullgraph=True)):
+            for _ in range(2):
+                with heard() as found:
+                    run(x)
+            evaluated.append(found)
+    eager, compiled = evaluated
+    assert compiled == eager and eager.count(("gather", "blocks.0.inner.weight")) == 1
+    assert not any(gathered.is_here for unit in units_in(model) if (gathered := running(unit).gathered))
 
 
 @pytest.mark.parametrize("has_own", [True, False])

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from fsdp_compile import fully_shard
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import Plan
+from fsdp_compile.passes.apply.gather_by_phase import gather_by_phase
 from fsdp_compile.passes.apply.insert import insert
 from fsdp_compile.passes.apply.merge import merge
 from fsdp_compile.passes.apply.overlap import overlap
-from fsdp_compile.passes.apply.regather import regather
 from fsdp_compile.passes.cost.memory import GATHERED, kinds_of, lifetimes
 from fsdp_compile.passes.ir.meta import ROLE
 from fsdp_compile.passes.ir.phases import number_phases, phase_of
@@ -88,7 +88,7 @@ class Step(Builder):
 def _phases(graph: fx.Graph) -> str:
     """After the passes, with the phase of each node."""
     number_phases(graph)
-    regather(graph, Plan("joint"))
+    gather_by_phase(graph, Plan("joint"))
     merge(graph, Plan("joint"))
     graph.lint()
     lines = text(graph).split("\n")

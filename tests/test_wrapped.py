@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.tensor import distribute_tensor
 
 import fsdp_compile
-from tests.comparing import assert_same_params, local_loss, mine, train_and_compare
+from tests.comparing import assert_same_params, mine, train_and_compare
 from tests.models import Stack, twins
 from tests.on_ranks import on_two_ranks
 
@@ -31,7 +29,7 @@ def wrapped(fully_shard: Any, model: Stack) -> Any:
 
 @pytest.mark.compat
 @on_two_ranks
-def test_a_wrapped_models_names_agree(tmp_path: Path) -> None:
+def test_a_wrapped_models_names_agree() -> None:
     unsharded, model = twins(small)
     theirs = wrapped(torch_fsdp.fully_shard, copy.deepcopy(unsharded))
     model = wrapped(fsdp_compile.fully_shard, model)
@@ -50,26 +48,11 @@ def test_a_wrapped_models_names_agree(tmp_path: Path) -> None:
     }
     fresh.load_state_dict(placed, assign=True)
     assert_same_params(fresh._orig_mod, unsharded, atol=1e-4)
-    # torch's helpers take the wrapper's name away, theirs and ours.
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    local_loss(model, 0).backward()
-    optim.step()
-    state, optim_state = helpers.get_state_dict(model, optim)
-    assert list(state) == [fqn for fqn, _ in unsharded.named_parameters()]
-    assert list(helpers.get_model_state_dict(theirs)) == list(state)
-    dcp.save({"model": state, "optim": optim_state}, checkpoint_id=str(tmp_path))
-    resumed = wrapped(fsdp_compile.fully_shard, small())
-    other = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
-    state, optim_state = helpers.get_state_dict(resumed, other)
-    loaded = {"model": state, "optim": optim_state}
-    dcp.load(loaded, checkpoint_id=str(tmp_path))
-    helpers.set_state_dict(resumed, other, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
-    for one, optimizer in ((model, optim), (resumed, other)):
-        optimizer.zero_grad()
-        local_loss(one, 1).backward()
-        optimizer.step()
-    for (fqn, ours), (_, expected) in zip(resumed.named_parameters(), model.named_parameters()):
-        torch.testing.assert_close(ours.full_tensor(), expected.full_tensor(), msg=fqn)
+    for one in (theirs, model):  # torch's helpers take the wrapper's name away
+        assert list(helpers.get_model_state_dict(one)) == [fqn for fqn, _ in unsharded.named_parameters()]
+    another = wrapped(fsdp_compile.fully_shard, small())
+    helpers.set_model_state_dict(another, helpers.get_model_state_dict(model))
+    assert_same_params(another._orig_mod, unsharded, atol=1e-4)
 
 
 @on_two_ranks

@@ -41,6 +41,29 @@ def group_for(purpose: str, ranks: Sequence[int], backend: str | None = None) ->
     return made
 
 
+def abort_all() -> None:
+    """Abort all process groups of this process, so that threads that wait in one raise; gloo's wait on.
+
+    ``_world.pg_map``, ``ProcessGroup.abort``: 2.11 to 2.15. Gloo ignores ``abort`` and ``shutdown``.
+    """
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            group.abort()
+
+
+def how_waits_end() -> str:
+    """Say when a rank that ``abort_all`` is called on raises (``ProcessGroup._get_backend``, 2.11 to 2.15)."""
+    said = "This rank raises this at its next collective, or when its wait ends."
+    group = torch.distributed.group.WORLD
+    if group is None or backend_of(group, "cpu") != "gloo":
+        return said
+    timeout_s = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return (
+        f"{said} A wait in gloo cannot be ended: it, and this process, may go on until another rank's process ends, or "
+        f"for {timeout_s:.0f} s, the group's timeout. init_process_group(timeout=...) sets that."
+    )
+
+
 class Pool:
     """Memory for what collectives write to, in place of the caching allocator's; the pool reuses what was freed."""
 

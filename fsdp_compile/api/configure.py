@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..core.mesh import ShardMesh, inner_mesh, ranks_of_a_node
-from ..core.settings import GATHERS, ONCE
+from ..core.settings import ONCE
 from ..core.unit import Unit, units_in
 from ..graph.install import manager
 from ..lookout.lookout import lookout
@@ -49,8 +49,9 @@ def configure(
 
     **gather** ``"once a step"`` keeps what the first micro-batch gathers until the backward that synchronizes gradients
     ends, whatever ``reshard_after_forward`` says: with ``no_sync`` or ``set_requires_gradient_sync(False)`` around the
-    other micro-batches, each parameter is gathered once, and its whole size stays in memory for so long. With ``"for
-    each micro-batch"`` (default), forward gathers, and backward gathers again what ``reshard_after_forward`` frees.
+    other micro-batches, each parameter is gathered once, and its whole size stays in memory for so long. With a
+    **memory_budget**, those parameters stay that the budget keeps. With ``"for each micro-batch"`` (default), forward
+    gathers, and backward gathers again what ``reshard_after_forward`` frees.
 
     **plan** is what the compiled model follows in place of its own plan: ``report.joint.plan`` of an inspection, edited
     with ``dataclasses.replace`` or as JSON. Every rank gives the same plan. A graph that does not fit the plan is
@@ -76,8 +77,8 @@ def configure(
     default the built-in one of the device. It also says how many ranks a node has.
 
     **watch_s** is how many seconds (60 by default, or FSDP_COMPILE_WATCH_S) a rank may wait for ranks that wait for
-    something else before all of them raise; if a rank has left, they raise at once. With 0, ranks do not compare the
-    collectives that they issue. It holds for the whole process, and must be the same on every rank.
+    something else before all of them say so, and raise; if a rank has left, they do so at once. With 0, ranks do not
+    compare the collectives that they issue. It holds for the whole process, and must be the same on every rank.
     """
     if watch_s is not None and watch_s < 0:
         raise ValueError(f"watch_s={watch_s} is negative. 0 switches the comparing off.")
@@ -103,8 +104,7 @@ def configure(
         profile = budget.profile or default_profile(units[0].mesh.device)
         few = functools.partial(ranks_of_a_node, profile=profile)
     if gather == ONCE or (gather is None and any(unit.settings.gathers_once for unit in units)):
-        known = not no_budget and any(manager.is_budget(unit.settings.plan) for unit in units)
-        _require_that_all_may_stay(units, known or budget is not None)
+        _require_that_all_may_stay(units)
     given = manager.give(plan) if plan is not None else manager.give_budget(budget) if budget is not None else None
     for unit in units:
         unit.settings.set_communication(bucketing, reduction, gather)
@@ -120,13 +120,8 @@ def configure(
         refresh(unit)
 
 
-def _require_that_all_may_stay(units: Sequence[Unit], budgeted: bool) -> None:
-    """Raise if something else says what becomes of gathered parameters, which gather="once a step" keeps."""
-    if budgeted:
-        raise ValueError(
-            f"memory_budget chooses which parameters stay gathered, and gather={ONCE!r} keeps all of them. Give one of "
-            f"them; memory_budget=None and gather={GATHERS[0]!r} take the other one back."
-        )
+def _require_that_all_may_stay(units: Sequence[Unit]) -> None:
+    """Raise an error for a unit that keeps slices, since gather="once a step" keeps whole parameters."""
     for unit in units:
         if unit.post_forward is not None:
             raise ValueError(

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dynamo, fsdp2
 from ..core.extension import has_extension
+from ..core.left import note_sharded
 from ..core.mesh import ShardMesh, inner_mesh, replicate_mesh, shard_mesh
 from ..core.param import READS, STAMP, Cut, ShardedParam, Slot, cut_of, shard_param
 from ..core.settings import Settings
@@ -32,8 +33,6 @@ from ..eager.running import running
 from ..graph.install import install_passes
 from ..graph.watch import Watch
 from ..lookout.lookout import lookout
-from ..passes import _torch_compat as passes_compat
-from ..passes.ranks.worlds import world_of
 from .arguments import fqns_in, ignored_in, modules_in, require_kinds
 from .classes import parts_of, refresh
 from .compiled import stand_before, stand_before_wrappers
@@ -155,8 +154,6 @@ def make_unit(
             protocol_of(param, param.shard, mp_policy)
     moved = _moved_buffers(managed, target.device)
     install_passes()
-    if (store := passes_compat.default_store()) is not None:
-        world_of(store)  # counts the world here, as every rank that has a model does
     lookout.know(unit)
     if inner_size is not None:
         unit.post_forward = inner_mesh(target, inner_size)
@@ -179,6 +176,7 @@ def make_unit(
         for one in modules:
             stand_before(one)
             stand_before_wrappers(one)
+    note_sharded(fulls)
     for buffer, there in moved:  # in place, so that it moves wherever the model has it
         buffer.data = there
     logger.debug(

@@ -116,8 +116,8 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Keep gathered parameters from one backward to the next forward (False), as long as no shard is written to."""
         for unit in _units(self, recurse):
             unit.settings.reshard_after_backward = bool(reshard_after_backward)
-            if not reshard_after_backward and not unit.settings.may_stay:
-                unit.settings.may_stay = True
+            if not reshard_after_backward and unit.settings.stays != "always":
+                unit.settings.stays = "always"
                 unit.num_set_ups += 1  # for graphs; what the eager path has gathered may be in use
                 unit.watch.specs = None
             unit.watch.say_unheeded()

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from .._torch_compat import dynamo, fsdp2
+from ..core import left
 from ..core.containers import cast_floating, move
 from ..core.shared import shared
 from ..core.unit import STATE, Unit, unit_of
@@ -48,6 +49,7 @@ def unit_forward(method: Callable[..., Any], name: str) -> Callable[..., Any]:
                 if unit.outer is None and not unit.knows_wrappers:
                     unit.knows_wrappers = True
                     stand_before_wrappers(self)
+                    left.settle()
                 output = eager_forward(unit, self, method, args, kwargs)
         except BaseException:
             raise

@@ -47,8 +47,8 @@ class Settings:
     # None: FSDP2's rule, regather unless this is the root.
     reshard_after_forward: bool | None = None
     gather: str = GATHERS[0]
-    # Whether what is gathered was ever to stay until the next forward. It remains True, so that graphs stay the same.
-    may_stay: bool = False
+    # What was ever to stay gathered until the next forward (ParamSpec). It remains so, so that graphs stay the same.
+    stays: str = ""
     bucketing: str = "size"
     plan: str = ""  # id of the plan that its graphs were given; empty for our own plan
     reduction: str = "auto"
@@ -75,7 +75,7 @@ class Settings:
         if gather is not None and gather not in GATHERS:
             raise ValueError(f"gather={gather!r} is none of {', '.join(GATHERS)}.")
         self.gather = self.gather if gather is None else gather
-        self.may_stay |= self.gathers_once
+        self.stays = self.stays or ("kept" if self.gathers_once else "")
         self.bucketing = self.bucketing if bucketing is None else bucketing
         self.reduction = self.reduction if reduction is None else reduction
 

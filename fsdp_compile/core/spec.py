@@ -55,7 +55,7 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
         reduction=reduction,
         bucketing=settings.bucketing,
         step=settings.plan,
-        may_stay=settings.may_stay and inner is None and not unit.computes_elsewhere,
+        stays=settings.stays if inner is None and not unit.computes_elsewhere else "",
         replicate_group=mesh.replicate_group,
         num_replicas=mesh.num_replicas,
         inner_shards=1 if inner is None else inner.num_shards,

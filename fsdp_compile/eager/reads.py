@@ -24,7 +24,7 @@ from .._torch_compat import autograd, dynamo, subclasses
 from ..core.containers import map_tensors, tensors_in
 from . import backward
 from .gathered import Bucket
-from .running import Call, Recording, Running, Turn
+from .running import Call, Recording, Running, Visit
 
 
 def gather(call: Call, buckets: Sequence[Bucket]) -> None:
@@ -33,23 +33,23 @@ def gather(call: Call, buckets: Sequence[Bucket]) -> None:
     if not buckets:
         return
     call.reached.update(index for bucket in buckets for index in bucket)
-    coming: list[Turn] = []
+    coming: list[Visit] = []
     if call in call.run.calls and autograd.backward_task() is None:
         coming = call.run.iteration.come_to(call, buckets)
     call.gathered.wait(buckets)
-    for turn in () if call.unit.settings.forward_prefetch else coming:
-        prefetch(turn.run, turn)
+    for visit in () if call.unit.settings.forward_prefetch else coming:
+        prefetch(visit.run, visit)
 
 
-def prefetch(target: Running, turn: Turn | None = None) -> None:
-    """Launch the gathers of a unit whose forward comes next, or those of its turn; it may not run this time."""
+def prefetch(target: Running, visit: Visit | None = None) -> None:
+    """Launch the gathers of a unit whose forward comes next, or those of one visit to it; it may not run this time."""
     gathered = target.gathered if target.calls else target.current()  # a forward may have replaced some by others
-    if gathered is None or (turn is not None and turn.gathered() is not gathered):
-        return  # the turn's buckets are those of parameters that the unit had then
+    if gathered is None or (visit is not None and visit.gathered() is not gathered):
+        return  # the visit's buckets are those of parameters that the unit had then
     target.iteration.touched.setdefault(target)
     if not target.calls:
         gathered.free_if_stale()
-    gathered.launch(None if turn is None else turn.buckets)
+    gathered.launch(None if visit is None else visit.buckets)
 
 
 def read(call: Call, fqn: str) -> Any:

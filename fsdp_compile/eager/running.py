@@ -43,6 +43,7 @@ class Running:
     backward_call: Call | None = None
     in_backward: set[Call] = field(default_factory=set)
     reduced_in: int | None = None
+    awaited_in: int = -1  # number of the last forward that a backward of the unit may come from
     warned_of_view: bool = False
     own_iteration: Iteration = field(default_factory=lambda: Iteration())
 
@@ -188,7 +189,7 @@ class Recording:
 
 
 @dataclass(eq=False)
-class Turn:
+class Visit:
     """Buckets of one unit that a forward gathers one after another, with no bucket of another unit between them."""
 
     run: Running
@@ -204,8 +205,8 @@ class Iteration:
         self.is_last_backward = True
         self.manual_finalization = False
         # Forward: what the last one gathered, in its order, and what the running one has gathered.
-        self._last_forward: list[Turn] = []
-        self._this_forward: list[Turn] = []
+        self._last_forward: list[Visit] = []
+        self._this_forward: list[Visit] = []
         self._ended: list[Call] = []  # forwards of these have ended; their next ones may come without gathering
         self.depth = 0  # unit forwards that run, outside of backward
         self.forward_number = 0  # counts forwards of the root
@@ -230,7 +231,7 @@ class Iteration:
         self.manual_finalization |= inner.manual_finalization
         self.traffic = inner.traffic
 
-    def come_to(self, call: Call, buckets: Sequence[Bucket]) -> list[Turn]:
+    def come_to(self, call: Call, buckets: Sequence[Bucket]) -> list[Visit]:
         """Note that a forward needs these buckets now; return what comes with them and after them, as the last time."""
         run, last, this = call.run, self._last_forward, self._this_forward
         self.touched.setdefault(run)
@@ -239,7 +240,7 @@ class Iteration:
             this[-1].buckets += buckets
             return []
         place = len(this)
-        this.append(Turn(run, weakref.ref(call.gathered), [*buckets]))
+        this.append(Visit(run, weakref.ref(call.gathered), [*buckets]))
         return last[place : place + 2] if place < len(last) and last[place].run is run else []
 
     def has_ended(self, call: Call) -> None:
@@ -266,21 +267,27 @@ class Iteration:
         call.forget_reads()
         if call.has_outputs and call.was_read:
             self._awaits_backward(call)
+        if call.has_outputs or call.is_transformed:
+            run.awaited_in = self.forward_number
         if run.calls or not call.gathered.is_here or call.is_transformed:
             return  # a transform may run a backward that is not seen here: the next forward frees
         run.held_call = None
         if call.has_outputs and unit.post_forward is not None:
             call.gathered.free_but_a_slice()
-        elif unit.regather or not call.has_outputs:
+        elif unit.regather:
             call.gathered.free()
 
     def end_forward(self) -> None:
-        """End the outermost forward, and calls of which some modules have not run."""
+        """End the outermost forward, and calls of which some modules have not run; free what no backward awaits."""
         self._last_forward, self._this_forward = self._this_forward, []
-        for run in dict.fromkeys(turn.run for turn in self._last_forward):
+        runs = list(dict.fromkeys(visit.run for visit in self._last_forward))
+        for run in runs:
             if run.shared_call is not None and run.shared_call not in self._ended:
                 self._ended.append(run.shared_call)
         self.end_calls()
+        for run in runs:
+            if run.gathered is not None and run.awaited_in != self.forward_number and not run.calls:
+                run.gathered.free()
         self._calls = [reference for reference in self._calls if reference() is not None]
         for place, reference in enumerate(self._calls):
             if (call := reference()) is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
@@ -37,10 +36,10 @@ from ..api.arguments import modules_in, require_dtypes
 from ..api.classes import refresh
 from ..api.fully_shard import make_unit, replicate
 from ..core.containers import cast_floating, tensors_in
+from ..core.left import hand_over
 from ..core.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from ..core.unit import Unit, unit_of
 from .helpers import known_to_helpers
-from .optimizers import hand_over
 from .policies import choose, wrap_children
 from .prepare import (
     ask_for_gradients_in,
@@ -86,7 +85,6 @@ class Constructed(Wrapper):
         super().__init__()
         _require_kinds(module, sharding_strategy, cpu_offload, mixed_precision, device_mesh)
         self._ignored = ignored_in(module, ignored_modules, ignored_states)
-        before = [weakref.ref(param) for _, _, _, param in unsharded_params(module, self._ignored)]
         devices = {param.device for _, _, _, param in unsharded_params(module, self._ignored) if not param.is_meta}
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.compute_device = device_for(device_id, devices, device_mesh)
@@ -148,7 +146,7 @@ class Constructed(Wrapper):
         has_clean_state_dicts(self)
         known_to_helpers()
         if not _IS_WRAPPING.get():
-            hand_over(before)
+            hand_over()
 
     def _new(self, module: nn.Module, **kwargs: Any) -> Constructed:
         """Make a wrapper for a module below this one."""

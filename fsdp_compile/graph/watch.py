@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, dynamo, traced_frames
+from ..core import left
 from ..core.accumulation import Mode
 from ..core.captures import refuse_traced
 from ..core.param import ReadSpec, ShardedParam, Slot
@@ -84,6 +85,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         unit, param = self.unit, self._param(fqn)
         refuse_traced(fqn, unit.mode_of(param))
         param.require_shard()
+        left.settle()
         if autograd.uses_compiled_autograd():
             param.sink.have_leaf()
         for around in (unit, *unit.around()):

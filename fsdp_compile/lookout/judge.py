@@ -1,8 +1,8 @@
 """Decide from what ranks say of themselves whether they have parted: data in, a text out.
 
-    answers of all ranks  ->  the first place in a group where two of them issue different collectives  ->  parted
-                          ->  somebody is ahead of one that has left, or of one that is ahead of it     ->  parted
-                          ->  somebody is ahead of one that has issued nothing for long                 ->  slow
+    what all ranks say  ->  the first place in a group where two of them issue different collectives  ->  parted
+                        ->  somebody is ahead of one that has left, or of one that is ahead of it     ->  parted
+                        ->  somebody is ahead of one that has issued nothing for long                 ->  slow
 
 A rank that is ahead of another one, in a group of both, waits for it or soon will. Ranks that issue the same are never
 ahead of each other in a circle: one of them has issued all that the other one has.
@@ -13,37 +13,26 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from .chain import Link, agree
+from .chain import Group, Link, agree
 
 ADVICE = (
     "Every rank must run the same units in the same order: where data decides, write the branch with torch.cond, or "
     "have every rank run both sides."
 )
 HAS_LEFT, SAYS_NOTHING = "has left", "says nothing"
+HAS_DIED, IS_LOST = "ended without a word", "cannot be asked, since the store is gone"
+_AT_MOST = 4  # collectives of a rank that a text lists
+_ON_DEATH = "Gloo ends a process to which another rank sends more than it expects: see what it wrote."
 
 
 @dataclass(frozen=True)
-class Group:
-    """The last collectives that a rank issued in one process group."""
+class Said:
+    """What one rank says of itself."""
 
-    ranks: tuple[int, ...]
-    first: int  # number of the first collective in ``links``
-    links: tuple[Link, ...]
-    sources: tuple[str, ...]
-    issued: int  # collectives that were handed to the group; more may be listed, of the graph that runs
-
-    @property
-    def count(self) -> int:
-        return self.first + len(self.links)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one rank says when it is asked."""
-
-    state: str = ""  # HAS_LEFT or SAYS_NOTHING
-    idle_s: float = 0.0  # for so long it has issued nothing
     groups: Mapping[str, Group] = field(default_factory=dict)
+    idle_s: float = 0.0  # for so long it has issued nothing
+    state: str = ""  # one of the four above
+    answers: int = -1  # the last question that it answers
 
 
 @dataclass(frozen=True)
@@ -55,59 +44,65 @@ class Verdict:
     slow: str = ""  # which ranks are busy and keep another one waiting
 
 
-def judge(answers: Mapping[int, Answer], waiting: int | None = None, idle_s: float = 0.0) -> Verdict:
-    """Judge all ranks' answers; if a rank was idle for ``idle_s``, and so they were asked, that one is ``waiting``."""
+def judge(said: Mapping[int, Said], waiting: int | None = None, idle_s: float = 0.0) -> Verdict:
+    """Judge what all ranks say; if a rank asked since it waits, that one is ``waiting``, and others if idle so long."""
     nameless = []
-    for group in sorted({group for answer in answers.values() for group in answer.groups}):
-        members = _members(answers, group)
-        place, differ_in_form = _first_difference(members)
+    for group in sorted({group for one in said.values() for group in one.groups}):
+        place, differ_in_form = _first_difference(_members(said, group))
         if place is not None:
-            return Verdict(_text(answers, group, members, place, "issue different collectives"))
+            return Verdict(_text(said, group, place, "issue different collectives"))
         if differ_in_form:
             nameless.append(group)
     if waiting is None:
         return Verdict(nameless=tuple(nameless))
-    behind = {rank: _behind(rank, answers) if answer.idle_s >= idle_s else set() for rank, answer in answers.items()}
+    waits = {rank for rank, one in said.items() if rank == waiting or one.idle_s >= idle_s}
+    behind = {rank: _behind(rank, said) if rank in waits else set() for rank in said}
     involved = {waiting} | _awaited_by(waiting, behind)
-    stuck = {rank for rank in involved if rank in _awaited_by(rank, behind) or answers[rank].state == HAS_LEFT}
-    for group in sorted(answers[waiting].groups):
-        members = _members(answers, group)
+    ended = {rank for rank in involved if said[rank].state not in ("", SAYS_NOTHING)}
+    stuck = ended | {rank for rank in involved if rank in _awaited_by(rank, behind)}
+    for group, mine in sorted(said[waiting].groups.items()):
         # Only of the ranks that are waited for: another rank may have gone on since ``waiting`` said that it is idle.
-        issued = {one.issued for rank, one in members.items() if rank in involved}
-        if len(issued) > 1 and not stuck.isdisjoint(members):
-            text = _text(answers, group, members, min(issued), "wait for one another")
-            return Verdict(text, tuple(nameless))
-    idle = [rank for rank in sorted(involved) if answers[rank].idle_s >= idle_s or answers[rank].state]
-    busy = [rank for rank in idle if rank != waiting and not behind[rank]]
-    return Verdict(nameless=tuple(nameless), slow=_slow(answers, waiting, busy) if busy else "")
+        issued = {_issued(said[rank], group) for rank in involved.intersection(mine.ranks)}
+        if len(issued) > 1 and not stuck.isdisjoint(mine.ranks):
+            how = "do not go on together" if ended else "wait for one another"
+            place = max(min(issued), max(issued) - _AT_MOST) if ended & _silent(said) else min(issued)
+            return Verdict(_text(said, group, place, how), tuple(nameless))
+    idle = [rank for rank in sorted(involved - {waiting}) if rank in waits or said[rank].state]
+    busy = [rank for rank in idle if not behind[rank]]
+    return Verdict(nameless=tuple(nameless), slow=_slow(said, waiting, busy) if busy else "")
 
 
-def _members(answers: Mapping[int, Answer], group: str) -> dict[int, Group]:
-    return {rank: answer.groups[group] for rank, answer in answers.items() if group in answer.groups}
+def _silent(said: Mapping[int, Said]) -> set[int]:
+    """Return the ranks of which nobody knows what they issued in the end."""
+    return {rank for rank, one in said.items() if one.state in (HAS_DIED, IS_LOST)}
+
+
+def _members(said: Mapping[int, Said], group: str) -> dict[int, Group]:
+    return {rank: one.groups[group] for rank, one in said.items() if group in one.groups}
 
 
 def _first_difference(members: Mapping[int, Group]) -> tuple[int | None, bool]:
     """Return the number of the first collective in which two ranks differ; whether any before it differ in names."""
-    first, end = max(one.first for one in members.values()), max(one.count for one in members.values())
+    shown = [one for one in members.values() if one.links]
     differ_in_form = False
-    for place in range(first, end):
-        links = {one.links[place - one.first] for one in members.values() if place < one.count}
+    for place in range(max((one.first for one in shown), default=0), max((one.count for one in shown), default=0)):
+        links = {link.numbers: link for one in shown if place < one.count for link in (one.links[place - one.first],)}
         if len(links) > 1:
-            some, *others = sorted(links, key=lambda link: not link.sure)
+            some, *others = sorted(links.values(), key=lambda link: not link.sure)
             if not all(agree(some, other) for other in others):
                 return place, differ_in_form
             differ_in_form = True
     return None, differ_in_form
 
 
-def _behind(rank: int, answers: Mapping[int, Answer]) -> set[int]:
+def _issued(one: Said, group: str) -> int:
+    return one.groups[group].issued if group in one.groups else 0
+
+
+def _behind(rank: int, said: Mapping[int, Said]) -> set[int]:
     """Return the ranks that have issued less than this one in a group of both."""
-    return {
-        other
-        for group, mine in answers[rank].groups.items()
-        for other in mine.ranks
-        if group not in answers[other].groups or answers[other].groups[group].issued < mine.issued
-    }
+    groups = said[rank].groups.items()
+    return {other for name, mine in groups for other in mine.ranks if _issued(said[other], name) < mine.issued}
 
 
 def _awaited_by(rank: int, behind: Mapping[int, set[int]]) -> set[int]:
@@ -121,54 +116,47 @@ def _awaited_by(rank: int, behind: Mapping[int, set[int]]) -> set[int]:
     return found
 
 
-def _text(answers: Mapping[int, Answer], group: str, members: Mapping[int, Group], place: int, how: str) -> str:
+def _text(said: Mapping[int, Said], group: str, place: int, how: str) -> str:
+    members = _members(said, group)
     ranks = next(iter(members.values())).ranks
-    lines = {rank: _line(answers[rank], members.get(rank), place) for rank in ranks if rank in answers}
-    texts = [f"  {_called(some)}: {line}" for line, some in _by_line(lines)]
+    is_known = _silent(said).isdisjoint(ranks)
+    by_line: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_line.setdefault(_line(said[rank], members.get(rank), place), []).append(rank)
     return "\n".join(
         [
-            f"Ranks {_listed(ranks)} {how} (process group {group}). They agree about the first {place}, then:",
-            *texts,
+            f"Ranks {_listed(ranks)} {how} (process group {group}). "
+            + (f"They agree about the first {place}, then:" if is_known else f"After {place} collectives:"),
+            *(f"  {_called(some)}: {line}" for line, some in by_line.items()),
+            *([] if is_known else [_ON_DEATH]),
             ADVICE,
         ]
     )
 
 
-def _slow(answers: Mapping[int, Answer], waiting: int, busy: Collection[int]) -> str:
-    group = next(name for name, one in sorted(answers[waiting].groups.items()) if not {*busy}.isdisjoint(one.ranks))
-    mine = answers[waiting].groups[group]
-    slowest = answers[next(iter(busy))]
+def _slow(said: Mapping[int, Said], waiting: int, busy: Collection[int]) -> str:
+    mine = next(one for _, one in sorted(said[waiting].groups.items()) if not {*busy}.isdisjoint(one.ranks))
+    slowest = said[next(iter(busy))]
     what = slowest.state or f"which has launched nothing for {slowest.idle_s:.0f} s"
-    return f"rank {waiting}: {_line(answers[waiting], mine, mine.issued)}; it waits for {_called([*busy])}, {what}"
+    return f"rank {waiting}: {_line(said[waiting], mine, mine.issued)}; it waits for {_called([*busy])}, {what}"
 
 
-def _line(answer: Answer, group: Group | None, place: int, at_most: int = 4) -> str:
-    if group is None or place >= group.count:
-        issued = "issues nothing more"
-    else:
-        start = place - group.first
-        shown = [_link(link) for link in group.links[max(start, 0) : start + at_most]]
+def _line(one: Said, group: Group | None, place: int) -> str:
+    issued, last = "" if one.state in (HAS_DIED, IS_LOST) else "issues nothing more", ""
+    if group is not None and group.links:
+        start = max(place - group.first, 0)
+        shown = group.links[start : start + _AT_MOST]
         more = group.count - place - len(shown)
-        issued = f"{group.sources[max(start, 0)]}, {'; '.join(shown)}{f'; and {more} more' if more > 0 else ''}"
-    if answer.state:
-        return f"{issued} -- {answer.state}"
-    if group is None or not group.links:
-        return issued
-    last = group.links[min(max(group.issued - group.first, 1), len(group.links)) - 1]
-    return f"{issued} -- the last that it launched is the {_link(last)}"
+        if shown:
+            issued = f"{shown[0].source}, {'; '.join(map(_link, shown))}{f'; and {more} more' if more > 0 else ''}"
+        last = f"the last that it launched is the {_link(group.links[max(group.issued - group.first, 1) - 1])}"
+    return " -- ".join(filter(None, [issued, one.state or last]))
 
 
 def _link(link: Link) -> str:
     shown = ", ".join(link.names[:6]) + (", ..." if len(link.names) > 6 else "")
     kind, _, how = link.wire.partition(",")[0].partition(" ")
     return f"{kind} of {shown} ({how})"
-
-
-def _by_line(lines: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    found: dict[str, list[int]] = {}
-    for rank in sorted(lines):
-        found.setdefault(lines[rank], []).append(rank)
-    return list(found.items())
 
 
 def _called(ranks: list[int]) -> str:

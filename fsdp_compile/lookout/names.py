@@ -8,82 +8,82 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..core.param import ShardedParam
 from ..core.unit import Unit, names_in, paths_in, unit_of
 from ..passes.wire.ledger import Called, Issued, Launch
 from ..passes.wire.spec import ParamSpec, with_part, without_use
-from .chain import Link, Piece
+from .chain import Link
 
-_MOST = 4096  # pieces that are remembered; each belongs to a bucket, or to a graph
+T = TypeVar("T")
 
 
 class Namer:
     """Knows the units of this process; used by the thread that compares, while others train."""
 
     def __init__(self, units: Iterable[Unit] = ()) -> None:
-        self.units: weakref.WeakSet[Unit] = weakref.WeakSet(units)
+        self._units: list[weakref.ref[Unit]] = []  # a copy of a list is whole, whatever other threads do meanwhile
         self._by_address: dict[int, tuple[weakref.ref[ShardedParam], str, weakref.ref[Unit]]] = {}
         self._places: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
-        self._pieces: dict[tuple[Any, ...], tuple[Any, Piece]] = {}
-        self._placed: dict[tuple[Any, ...], tuple[Any, Piece]] = {}  # those whose names were found by an address
+        self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        for unit in units:
+            self.know(unit)
 
     def know(self, unit: Unit) -> None:
-        self.units.add(unit)
+        """Add a unit, so that its parameters can be named."""
+        self._units.append(weakref.ref(unit, self._units.remove))
 
-    def of_launch(self, issued: Issued) -> Piece:
-        """Return what was issued eagerly, as a piece of one link."""
+    @property
+    def units(self) -> list[Unit]:
+        """The units that there are."""
+        return [unit for one in [*self._units] if (unit := one()) is not None]
+
+    def of_launch(self, issued: Issued) -> Link:
+        """Return what was issued eagerly."""
         specs, address, unit = issued.specs, issued.address, issued.unit()
 
-        def make() -> Piece:
+        def make() -> Link:
             reduces = issued.kind != "all_gather"
             dtype = specs[0].reduce_dtype if reduces else specs[0].dtype
             num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in specs)
             wire = _wire(issued.kind, str(dtype).removeprefix("torch."), num_bytes, len(specs))
             names, sure, root = self._eager_names(unit, specs, address)
-            return Piece((Link(wire, names, sure, self._places_of(names, root)),), "eager")
+            return Link(wire, names, sure, self._places_of(names, root))
 
-        return self._piece((issued.kind, address, id(unit), *map(id, specs)), bool(address), specs, make)
+        return self._once((issued.kind, address, id(unit), *map(id, specs)), specs, make)
 
-    def of_call(self, called: Called) -> dict[str, Piece]:
-        """Return what a graph issues, one piece a group."""
+    def of_call(self, called: Called) -> dict[str, list[Link]]:
+        """Return what a graph issues, by group."""
         text, addresses = called.text, called.addresses
 
-        def make(group: str) -> Piece:
+        def make() -> dict[str, list[Link]]:
             shown = {one.unit: (name, self.at(address)) for (name, one), address in zip(text.firsts, addresses)}
-            links = []
+            found: dict[str, list[Link]] = {group: [] for group in text.groups}
             for one in text.launches:
-                if one.group == group:
-                    first, (name, root) = shown.get(one.members[0].unit, ("", (None, None)))
-                    names = _names_of(one, first, name)
-                    wire = _wire(one.kind, one.dtype, one.num_bytes, len(names))
-                    links.append(Link(wire, names, name is not None, self._places_of(names, root)))
-            return Piece(tuple(links), f"{text.stage} graph of {len(text.launches)}")
+                first, (name, root) = shown.get(one.members[0].unit, ("", (None, None)))
+                names = _names_of(one, first, name)
+                wire = _wire(one.kind, one.dtype, one.num_bytes, len(names))
+                source = f"{text.stage} graph of {len(text.launches)}"
+                found[one.group].append(Link(wire, names, name is not None, self._places_of(names, root), source))
+            return found
 
-        return {
-            group: self._piece((id(text), group, addresses), bool(addresses), text, functools.partial(make, group))
-            for group in text.groups
-        }
+        return self._once((id(text), addresses), text, make)
 
-    def _piece(self, key: tuple[Any, ...], by_address: bool, kept: Any, make: Callable[[], Piece]) -> Piece:
-        """Return the piece with this key, made once; with it stays ``kept``, whose ids are in the key."""
-        pieces = self._placed if by_address else self._pieces
-        if key not in pieces:
-            made = make()
-            if len(pieces) >= _MOST:
-                pieces.clear()
-            pieces[key] = kept, made
-        return pieces[key][1]
+    def _once(self, key: tuple[Any, ...], kept: Any, make: Callable[[], T]) -> T:
+        """Return what is made for this key, made once; with it stays ``kept``, whose ids are in the key."""
+        if key not in self._made:
+            self._made[key] = kept, make()
+        made: T = self._made[key][1]
+        return made
 
     def forget_addresses(self) -> None:
         """Forget what was found by address: shards may move between two looks, and others take their places."""
         self._by_address.clear()
-        self._placed.clear()
+        self._made.clear()
 
     def _eager_names(
         self, unit: Unit | None, specs: Sequence[ParamSpec], address: int
@@ -125,7 +125,7 @@ class Namer:
             return None, None
         if self._looked_up(address) is None:
             self._by_address = {}
-            for unit in list(self.units):
+            for unit in self.units:
                 names = self._names_in(unit)
                 for param in unit.params:
                     if param.address:

@@ -132,7 +132,7 @@ class Listener:
         dtype = str(first.reduce_dtype if reduces else first.dtype).removeprefix("torch.")
         num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in entry.specs)
         self._meet(entry.group)
-        [link] = namer.of_launch(entry).links
+        link = namer.of_launch(entry)
         unit = entry.unit()
         model = self._models.of(unit.root) if unit is not None else self._models.at(entry.address, namer)
         expected = Expected(entry.kind, entry.group, dtype, num_bytes, link.names, model=model)
@@ -145,7 +145,7 @@ class Listener:
         if key not in self._known:
             self._see(*entry.memory)
             self._meet(*text.groups)
-            names = {group: iter([link.names for link in piece.links]) for group, piece in namer.of_call(entry).items()}
+            names = {group: iter([link.names for link in links]) for group, links in namer.of_call(entry).items()}
             launches = tuple(
                 Expected(one.kind, one.group, one.dtype, one.num_bytes, next(names[one.group]), model=model)
                 for one, model in zip(text.launches, self._models.of_call(entry, namer), strict=True)

@@ -4,7 +4,8 @@
     wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
 
 Buckets are launched in the plan's order, gathers and reductions alike. A bucket that is also reduced over replicas is
-launched a second time for that. Copies to the CPU, and from there, are waited for, too.
+launched a second time for that. Copies to the CPU, and from there, are waited for, too. Gradients that earlier
+backwards held back go where something reads them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 
 from torch import fx
 
+from ..ir import markers
 from ..ir.meta import ROLE
 from ..ir.plan import Plan, num_launches
 from ..ir.provenance import has_markers
@@ -31,6 +33,8 @@ def check(graph: fx.Graph, plan: Plan) -> int:
     planned = {(kind, at): num for kind, at in plan.order if (num := num_launches(plan.buckets(kind)[at]))}
     assert dict(launched) == planned, f"{dict(launched)} are launched, not the plan's {planned}"
     assert list(launched) == list(planned), f"launched in the order {list(launched)}, not the plan's {list(planned)}"
+    for resumed in graph.find_nodes(op="call_function", target=markers.resume):
+        assert resumed.users, f"nothing reads {resumed}, which takes the gradient that waits"
     for copy in graph.find_nodes(op="call_function", target=to_host):
         is_complete = copy.kwargs.get("wait", True) or any(user.target is wait_for_copies for user in copy.users)
         assert is_complete, f"nothing waits for {copy}"

@@ -72,7 +72,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         launched = lower.launch_gather(call, shards, specs)
         fulls = lower.finish_gather(call, launched, specs)
         if isinstance(launched, fx.Node) and _may_stay(graph, plan.stage, members, owners):
-            _look_first(launched, members, owners, _stays(plan, bucket, _step(members)))
+            _look_first(launched, members, owners, _stays(plan.stage, bucket, members))
         for marker, full in zip(members, fulls):
             full.meta[PARAMETER] = marker.fqn
         _replace(graph, members, fulls)
@@ -133,7 +133,7 @@ def _owners(unshards: Iterable[Marker]) -> dict[str, fx.Node]:
 
 def _may_stay(graph: fx.Graph, stage: str, members: Sequence[Marker], owners: Mapping[str, fx.Node]) -> bool:
     """Whether a bucket may be used by later launches: nobody but readers gets it, and it is known whose it is."""
-    if stage == "whole" or not all(one.spec.may_stay and one.unit in owners for one in members):
+    if stage == "whole" or not all(one.spec.stays and one.unit in owners for one in members):
         return False
     outputs: Any = graph.output_node().args[0]
     returned = outputs[: kernels_compat.num_returned()] if stage == "forward" else outputs
@@ -146,11 +146,12 @@ def _may_stay(graph: fx.Graph, stage: str, members: Sequence[Marker], owners: Ma
     return True
 
 
-def _stays(plan: Plan, bucket: Bucket, step: Plan | None) -> bool:
+def _stays(stage: str, bucket: Bucket, members: Sequence[Marker]) -> bool:
     """Whether a gathered bucket lives until backward ends, where its unit's settings say whether it is freed."""
-    if plan.stage == "forward":
-        return step is not None and {*bucket.fqns} <= {*step.keep}
-    return plan.stage == "backward"
+    if stage == "backward":
+        return all(one.spec.stays == "always" for one in members)
+    step = _step(members)
+    return stage == "forward" and step is not None and {*bucket.fqns} <= {*step.keep}
 
 
 def _look_first(launch: fx.Node, members: Sequence[Marker], owners: Mapping[str, fx.Node], stays: bool) -> None:

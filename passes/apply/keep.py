@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.effects import read_what_is_written
-from ..ir.meta import SHARED, STEP, tag
+from ..ir.meta import SHARED, SHARED_NAME, STEP, tag
 from ..ir.nodes import closure, emit, tangents_of, views_of
 from ..ir.plan import Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
@@ -51,10 +51,10 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
     for marker in unshards:
         kept = marker.fqn in plan.keep
         tag(marker.node, CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE)
-        if marker.spec.may_stay:
+        if marker.spec.stays:
             for node in closure([marker.node], views_of):
                 node.meta[SHARED] = True
-                compat.rename(node, f"shared_{node.name}")  # caches tell a backward that saves it by its inputs' names
+                compat.rename(node, f"{SHARED_NAME}{node.name}")
     _save_shards_made_here(graph, unshards)
     follow(graph, plan)
     for node in graph.find_nodes(op="call_function", target=markers.keep_slice):
@@ -115,7 +115,7 @@ def _have_backward_gather(graph: fx.Graph, structure: Structure) -> None:
         if marker.node in structure.again and marker.node not in structure.read:
             reduction = own.get(marker.fqn)
             if reduction is None:
-                needed = structure.again[marker.node][0]
+                needed = structure.again[marker.node].place
                 reduction = next((one.node for one in reduces if place[one.node] >= needed), reduces[-1].node)
             given.setdefault(reduction, []).append(marker.node)
     for node, gathers in given.items():

@@ -16,6 +16,8 @@ In a graph with several phases (phases.py), each phase has its own gather and it
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import fx
 
@@ -110,32 +112,31 @@ def _terms_of(total: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _what_it_reduces(term: fx.Node) -> tuple[object, ...] | None:
-    """Return what reductions that may be one have in common: parameter, use and phase. None for any other term."""
+    """Return what reductions that may be one have in common: parameter, use, phase and ticket. None for other terms."""
     if term.target is not markers.reduce_grad or len(term.users) != 1:
         return None
-    return repr(sorted(term.kwargs.items())), phase_of(term)
+    return repr(sorted(term.kwargs.items())), phase_of(term), _ticket(term.args[0])
+
+
+def _ticket(grad: object) -> object:
+    return grad.args[1] if isinstance(grad, fx.Node) and grad.target is markers.resume else None
 
 
 def _reduced_once(graph: fx.Graph, reductions: list[fx.Node]) -> fx.Node:
-    """Sum the gradients and reduce the sum, where the last one of them is there."""
+    """Sum the gradients and reduce the sum, where the last one of them is there; a ticket of theirs is taken once."""
     first, last = reductions[0], max(reductions)
-    summed: fx.Node = first.args[0]  # type: ignore[assignment]
+    grads: list[fx.Node] = [one.args[0] for one in reductions]  # type: ignore[misc]
+    ticket, like = _ticket(grads[0]), dict(grads[0].meta)
+    if ticket is not None:
+        grads = [grad.args[0] for grad in grads]  # type: ignore[misc]
     with graph.inserting_before(last):
-        for one in reductions[1:]:
-            summed = _sum(graph, summed, one.args[0])  # type: ignore[arg-type]
+        summed = functools.reduce(functools.partial(_add, graph), grads)
+        if ticket is not None:
+            summed = graph.call_function(markers.resume, (summed, ticket))  # type: ignore[arg-type]
+            summed.meta = like
         reduced = graph.call_function(first.target, (summed,), dict(first.kwargs))  # type: ignore[arg-type]
     reduced.meta = dict(first.meta)
     return reduced
-
-
-def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
-    """Add two gradients; if both resume the same ticket, the sum does so once."""
-    if left.target is right.target is markers.resume and left.args[1] is right.args[1]:
-        summed = _sum(graph, left.args[0], right.args[0])  # type: ignore[arg-type]
-        resumed = graph.call_function(markers.resume, (summed, left.args[1]))
-        resumed.meta = dict(left.meta)
-        return resumed
-    return _add(graph, left, right)
 
 
 def _add(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:

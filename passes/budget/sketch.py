@@ -146,8 +146,11 @@ class Sketch:
         first = self._forward(lookahead)
         away = [node for node in taken if self.leaving.get(node) in offloaded]
         sent, fetched = self._sent(first, away), self._fetched(order, away, given, lookahead)
-        in_forward = self._forward_bytes(first, taken, pieces, sent.bound)
-        in_backward = self._backward_bytes(order, taken, pieces, fetched.bound)
+        # What stays for later steps is there from the begin of this one to its end.
+        may_stay = [self._fulls[fqn] for fqn in kept if fqn in self._fulls and self._uses[fqn].spec.stays]
+        stays = {one for node in may_stay if node in taken for one in self._held_for[node]}
+        in_forward = self._forward_bytes(first, taken, pieces, sent.bound, stays)
+        in_backward = self._backward_bytes(order, taken, pieces, fetched.bound, stays)
         ahead, end = [(first.position[node], node) for node in first.order], len(first.alive) - 1
         before = replayed(
             [
@@ -170,8 +173,9 @@ class Sketch:
         )
         forward_bytes, carried_bytes = stretched(in_forward, before)
         backward_bytes, _ = stretched(in_backward, then, carried_bytes)
-        held_bytes = self._trial.weight.held_bytes + sum(blocks.values()) * self._periods.held_bytes
         times = {name: 1 + before.more.get(turn, 0) for name, turn in self._periods.forward.items()}
+        held_bytes = self._trial.weight.held_bytes + sum(blocks.values()) * self._periods.held_bytes
+        held_bytes += sum(one.num_bytes * times.get(one.node.name, 1) for one in stays)
         return Figures(
             frozenset(kept),
             frozenset(recomputed),
@@ -289,9 +293,10 @@ class Sketch:
         )
 
     def _forward_bytes(
-        self, first: _Forward, taken: Sequence[fx.Node], pieces: Mapping[str, int], until: Mapping[Storage, int]
-    ) -> list[int]:
-        """Return what is alive in forward, which holds to its end what backward takes, or until it is away."""
+        self, first: _Forward, taken: Sequence[fx.Node], pieces: Mapping[str, int],
+        until: Mapping[Storage, int], stays: Collection[Storage],
+    ) -> list[int]:  # fmt: skip
+        """Return what is alive in forward, which holds what backward takes; without what ``stays``."""
         held = dict.fromkeys(one for node in taken for one in self._held_for.get(node, ()))
         more = [0] * (len(first.alive) + 1)
         for storage in held:
@@ -299,6 +304,7 @@ class Sketch:
                 continue
             if storage in first.last:
                 more[first.last[storage] + 1] += storage.num_bytes
+                more[first.position[storage.node]] -= storage.num_bytes if storage in stays else 0
             elif storage.node in self._trial.forward.memory.away:  # it is written, if it is to be saved
                 more[first.position[storage.node]] += storage.num_bytes
             if storage in until:
@@ -313,13 +319,14 @@ class Sketch:
         taken: Sequence[fx.Node],
         pieces: Mapping[str, int],
         fetched: Mapping[fx.Node, int],
+        stays: Collection[Storage],
     ) -> list[int]:
-        """Return what is alive in backward, without what forward returned."""
+        """Return what is alive in backward, without what forward returned and what ``stays``."""
         half = self._trial.backward
         inputs = [node for node in taken if node.op == "placeholder"]
         given = {node: self._apart.storages[node] for node in taken if node.op != "placeholder"}
         inside = {own: bucket for node, own, bucket in self._in_buckets if node not in given}
-        callers = {one for node, its in given.items() if self._is_callers(node) for one in its}
+        callers = {one for node, its in given.items() if self._is_callers(node, stays) for one in its}
         nodes = [*inputs, *order, half.graph.output_node()]
         own = [
             life
@@ -342,9 +349,10 @@ class Sketch:
             alive[: place + 1] = [one + num_bytes for one in alive[: place + 1]]
         return alive
 
-    def _is_callers(self, node: fx.Node) -> bool:
-        """Whether what backward is given for a node shares memory with an input or a result of forward."""
-        return any(one in self._returned or one.node.op == "placeholder" for one in self._held_for.get(node, ()))
+    def _is_callers(self, node: fx.Node, stays: Collection[Storage]) -> bool:
+        """Whether what a node of backward is given ``stays``, or has the memory of an input or a result of forward."""
+        held = self._held_for.get(node, ())
+        return any(one in self._returned or one in stays or one.node.op == "placeholder" for one in held)
 
     def _pieces(self, sliced: Collection[str]) -> dict[str, int]:
         """Return the bytes of each slice that is kept."""

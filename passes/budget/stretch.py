@@ -148,6 +148,8 @@ def figures_of(trial: Trial, periods: Periods, blocks: Blocks) -> Figures:
     forward_bytes, carried_bytes = stretched(trial.weight.forward, before)
     backward_bytes, _ = stretched(trial.weight.backward, then, carried_bytes)
     held_bytes = trial.weight.held_bytes + sum(blocks.values()) * periods.held_bytes
+    stays = trial.weight.stays.items()
+    held_bytes += sum(num_bytes * before.more.get(periods.forward.get(name, -1), 0) for name, num_bytes in stays)
     return dataclasses.replace(
         Figures.of(trial),
         peak_bytes=held_bytes + max(forward_bytes, trial.weight.returned_bytes + backward_bytes),

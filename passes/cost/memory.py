@@ -26,7 +26,7 @@ from torch import fx
 
 from ..ir import markers
 from ..ir.aliases import HOST, Storage, storages_of, tensors_of
-from ..ir.meta import ROLE, works_for
+from ..ir.meta import ROLE, SHARED_NAME, works_for
 from ..wire.collectives import is_wait
 from ..wire.copies import is_awaited
 from .fusion import fused_away, is_pointwise
@@ -90,6 +90,7 @@ class Weight:
     held_bytes: int  # from begin to end: the callers' inputs
     returned_bytes: int  # while backward runs: what forward returned, and its caller may hold
     given_up: tuple[str, ...]  # inputs of backward that their last readers free
+    stays: Mapping[str, int]  # bytes that both halves hold for later steps, by the name of the node in forward
 
     @property
     def peak_bytes(self) -> int:
@@ -120,14 +121,21 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
 
 
 def weigh(forward: GraphMemory, backward: GraphMemory, num_results: int) -> Weight:
-    """Weigh two lowered halves; behind its ``num_results`` results, forward returns what backward takes."""
+    """Return the bytes that the two halves of a step hold.
+
+    Forward returns its ``num_results`` results first, and then the tensors that backward takes. A parameter that stays
+    for later launches counts from the begin of forward to the end of backward.
+    """
     first, callers_lives = own_and_callers(forward, ())
     results = [forward.storages[one] if isinstance(one, fx.Node) else () for one in results_of(forward.graph)]
-    made = {one for these in results[:num_results] for one in these if one.node.op == "call_function"}
+    taken = taken_as(forward.graph, backward.graph, num_results)
+    stays = {one for name, these in zip(taken, results[num_results:]) if name.startswith(SHARED_NAME) for one in these}
+    first = [dataclasses.replace(life, first=0) if life.storage in stays else life for life in first]
+    made = stays | {one for these in results[:num_results] for one in these if one.node.op == "call_function"}
     # A saved tensor that shares memory with an input or a result of forward is the caller's while backward runs.
     callers = {
         name
-        for name, these in zip(taken_as(forward.graph, backward.graph, num_results), results[num_results:])
+        for name, these in zip(taken, results[num_results:])
         if any(one in made or one.node.op == "placeholder" for one in these)
     }
     given_up = tuple(name for name in saved_inputs(backward.graph) if name not in callers)
@@ -138,6 +146,7 @@ def weigh(forward: GraphMemory, backward: GraphMemory, num_results: int) -> Weig
         sum(life.storage.num_bytes for life in callers_lives),
         sum(one.num_bytes for one in made),
         given_up,
+        {one.node.name: one.num_bytes for one in stays},
     )
 
 

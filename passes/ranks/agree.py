@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from .. import _torch_compat as compat
 from ..wire.ledger import GraphText
-from .worlds import World, world_of
+from .worlds import World, current_world
 
 
 class Agreement:
@@ -27,45 +27,37 @@ class Agreement:
     _ran_eagerly: ClassVar[set[tuple[World, frozenset[str]]]] = set()
 
     def __init__(self) -> None:
-        self._known: dict[str, list[str]] = {}
-        self._world: World | None = None
+        self._known: dict[tuple[World, str], list[str]] = {}
 
     @classmethod
     def note_eager(cls, names: frozenset[str]) -> None:
         """Note that this rank runs a model with these parameters eagerly, while others may compile it."""
-        store = compat.default_store()
-        if store is not None:
-            cls._ran_eagerly.add((world_of(store), names))
+        world = current_world()
+        if world is not None:
+            cls._ran_eagerly.add((world, names))
 
     def check(self, text: GraphText) -> None:
         """Publish a graph's launches, or raise when another rank of its groups published different ones in their place.
 
         Each group compares for itself: with replicas no two ranks are in the same set of groups.
         """
-        store = compat.default_store()
-        if store is None:
+        world = current_world()
+        if world is None:
             return
-        world = world_of(store)
-        if world != self._world:
-            self._world, self._known = world, {}
         # Which rank launches what in parts, or in which bucket, is compared and so not in the key.
         names = sorted({re.split("[:@]", name)[0] for launch in text.launches for name in launch.names})
-        if any(of == world and eager.issuperset(names) for of, eager in self._ran_eagerly):
+        if any(of is world and eager.issuperset(names) for of, eager in self._ran_eagerly):
             return
         ours = _launched(text)
         for ranks in sorted({compat.group_ranks(group) for group in text.groups}):
             if len(ranks) == 1:
                 continue
             graph = hashlib.sha256(repr((text.stage, names, ranks)).encode()).hexdigest()[:16]
-            known = self._known.setdefault(graph, [])
+            known = self._known.setdefault((world, graph), [])
             if ours in known:
                 continue
-            try:
-                key = f"fsdp_compile/graph/{world.number}/{graph}/{len(known) + 1}"
-                published = store.compare_set(key, "", ours).decode()
-            except (RuntimeError, NotImplementedError):
-                return  # a store that cannot compare and set (fake groups in tests)
-            if published and published != ours:
+            published = world.put_first(f"graph/{graph}/{len(known) + 1}", ours)
+            if published != ours:
                 raise RuntimeError(_difference(text.stage, ours.splitlines(), published.splitlines()))
             known.append(ours)
 

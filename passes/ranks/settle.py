@@ -1,7 +1,7 @@
 """One rank decides, the others adopt: through the store, and without a collective.
 
-    rank 0   compiles, decides, writes         -> fsdp_compile/budget/0/...
-    rank 1   compiles, waits for that, adopts  -> fsdp_compile/budget/1/...    for ranks that share no group with rank 0
+    rank 0   compiles, decides, writes         -> budget/0/...
+    rank 1   compiles, waits for that, adopts  -> budget/1/...    for ranks that share no group with rank 0
     rank 1   compiles again (another length): what it adopted holds, and no rank is asked
 
 A decision by activations' sizes or by free memory would differ between ranks. So the first rank of the groups that a
@@ -11,7 +11,6 @@ group with, and these chains end at the corner of the mesh.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
@@ -19,9 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from .. import _torch_compat as compat
 from ..ir.plan import Plan
-from .worlds import World, world_of
+from .worlds import World, current_world
 
 TIMEOUT_S = 600.0  # until a rank has begun to choose
 _PATIENCE = 12  # times TIMEOUT_S until it has chosen: large models take minutes
@@ -37,60 +35,55 @@ class Settled:
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self._decisions: dict[tuple[str, tuple[str, ...]], Plan] = {}
-        self._world: World | None = None
+        self._decisions: dict[tuple[World | None, str, tuple[str, ...]], Plan] = {}
 
     def decision(
         self, about: str, names: tuple[str, ...], groups: Iterable[Sequence[int]], decide: Callable[[int], Plan]
     ) -> Plan:
         """Return the decision for these parameters; ``about`` names the budget, alike on all ranks."""
-        store = compat.default_store()
-        world = None if store is None else world_of(store)
-        if world != self._world:
-            self._world, self._decisions = world, {}
-        if (about, names) not in self._decisions:
-            self._decisions[about, names] = self._settle(about, names, [set(one) for one in groups], store, decide)
-        return self._decisions[about, names]
+        world = current_world()
+        if (world, about, names) not in self._decisions:
+            settled = self._settle(about, names, [set(one) for one in groups], world, decide)
+            self._decisions[world, about, names] = settled
+        return self._decisions[world, about, names]
 
     def _settle(
         self,
         about: str,
         names: tuple[str, ...],
         groups: list[set[int]],
-        store: torch.distributed.Store | None,
+        world: World | None,
         decide: Callable[[int], Plan],
     ) -> Plan:
-        rank = torch.distributed.get_rank() if store is not None else 0
+        rank = torch.distributed.get_rank() if world is not None else 0
         others = {one for group in groups for one in group} - {rank}
-        if store is None or not others:
+        if world is None or not others:
             return decide(rank)
         topic = hashlib.sha256(repr((about, names)).encode()).hexdigest()[:16]
-        keys = {one: f"fsdp_compile/budget/{world_of(store).number}/{one}/{topic}" for one in (rank, min(others))}
+        keys = {one: f"budget/{one}/{topic}" for one in (rank, min(others))}
         if min(others) < rank:
-            text = self._wait(store, keys, rank, min(others), names)
+            text = self._wait(world, keys, rank, min(others), names)
         else:
-            _publish(store, keys[rank] + _CHOOSING, f"{rank}")
+            world.put(keys[rank] + _CHOOSING, f"{rank}")
             try:
                 text = decide(rank).to_json()
             except Exception as error:
-                _publish(store, keys[rank], json.dumps({"error": f"rank {rank}: {error}"}))
+                world.put(keys[rank], json.dumps({"error": f"rank {rank}: {error}"}))
                 raise
-        _publish(store, keys[rank], text)
+        world.put(keys[rank], text)
         if "error" in (fields := json.loads(text)):
             raise RuntimeError(f"the rank that chooses what is kept for memory_budget could not: {fields['error']}")
         return Plan.from_json(text)
 
-    def _wait(
-        self, store: torch.distributed.Store, keys: dict[int, str], rank: int, first: int, names: tuple[str, ...]
-    ) -> str:
+    def _wait(self, world: World, keys: dict[int, str], rank: int, first: int, names: tuple[str, ...]) -> str:
         key, began = keys[first], time.monotonic()
         pause_s = 0.01
         chooses = ""  # the rank that decides; ``first`` may follow it, too
-        while not store.check([key]):
+        while (said := world.get(key)) is None:
             waited_s = time.monotonic() - began
-            if not chooses and store.check([key + _CHOOSING]):
-                chooses = store.get(key + _CHOOSING).decode()
-                _publish(store, keys[rank] + _CHOOSING, chooses)  # for ranks that follow this one
+            if not chooses and (chooser := world.get(key + _CHOOSING)) is not None:
+                chooses = chooser.decode()
+                world.put(keys[rank] + _CHOOSING, chooses)  # for ranks that follow this one
             if waited_s > self.timeout_s * (_PATIENCE if chooses else 1):
                 raise RuntimeError(
                     f"rank {chooses or first} chooses for this one what is kept for memory_budget, and has not said "
@@ -105,9 +98,4 @@ class Settled:
                 )
             time.sleep(pause_s)  # in Python, so that an interruption gets through
             pause_s = min(2 * pause_s, 0.5)
-        return store.get(key).decode()
-
-
-def _publish(store: torch.distributed.Store, key: str, text: str) -> None:
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # of fake groups in tests; else ranks time out
-        store.set(key, text)
+        return said.decode()

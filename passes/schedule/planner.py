@@ -137,6 +137,7 @@ def uses_keeping(
     compute_again(graph, recompute)
     for one in find_unshards(graph):
         one.node.update_kwarg("regather", one.fqn not in kept)
+        one.node.update_kwarg("stays", one.spec.stays and "kept")  # it is counted for all of the step
     if sliced:
         graph = copied(graph)
         slice_these(graph, sliced)

@@ -13,8 +13,8 @@ collectives. A unit is gathered again as a whole, whether or not a formula reads
 it: at the last operation with one of its weights, or with one of a unit inside it, that a gradient comes to. Autograd
 numbers operations as forward runs them, and goes through them from the highest number to the lowest. Units that no
 gradient comes to, as frozen layers before the first one that trains, are not gathered again, nor are the tables of
-embeddings. What another unit's backward would compute of a weight before its unit's turn is saved. The eager path
-gathers the same where backward arrives at a unit's outputs.
+embeddings. If another unit's backward would compute something of a weight again before the weight's unit is gathered,
+forward saves that result. The eager path gathers the same where backward arrives at a unit's outputs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import operator
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -45,10 +46,16 @@ _NOTHING = -1  # no operation's number
 _CUTS = (aten.detach.default, aten.alias.default)
 
 Weights = frozenset[fx.Node]  # gathers
-# The place of the first node of backward that may need a unit, and what tells units of one place apart: where it may
-# need them last, where forward used them last, and how many units they are inside of.
-Turn = tuple[int, int, int, int]
 _NONE: Weights = frozenset()
+
+
+class Arrival(NamedTuple):
+    """Where backward arrives at a unit, in the order in which it does."""
+
+    place: int  # of the first node of backward that may need the unit
+    needed: int = 0  # minus autograd's number of the last operation that backward may need it for
+    used: int = 0  # minus that of the last operation of forward that uses it
+    depth: int = 0  # how many units it is inside of
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Structure:
     in_forward: set[fx.Node]  # the gathers that forward reads, or keeps
     computed: set[fx.Node]  # what forward's results take, and no gradient goes into
     saved: set[fx.Node]  # of that, what is not computed again
-    again: dict[fx.Node, Turn]  # the gathers of backward, and where it may need each of them first
+    again: dict[fx.Node, Arrival]  # the gathers of backward, and where it may need each of them first
     read: set[fx.Node]  # those of them that backward reads in any case
     late: set[fx.Node]  # what reads weights that forward does not, though no gradient goes into it
     fed: set[fx.Node]  # what a gradient goes into
@@ -83,13 +90,13 @@ def structure_of(graph: fx.Graph) -> Structure:
     used, wanted = _wanted_for(graph, of_weights, flowing, backward)
     without = _uses_without_gradient(unshards, reduces)
     whole = [one for one in unshards if one.node in gathers and not is_sliced(one.node) and one.unit not in without]
-    turns, since = _turns(place, whole, reduces, used, wanted, backward)
-    saved = _saved(graph, of_weights, forward - backward, turns)
+    arrivals, since = _arrivals(place, whole, reduces, used, wanted, backward)
+    saved = _saved(graph, of_weights, forward - backward, arrivals)
     saved, needed = _read_ahead(graph, place, of_weights, backward, forward - backward, saved, since)
     again = {
-        node: min(turns.get(node, (len(place), 0, 0, 0)), (needed[node], 0, 0, 0))
+        node: min(arrivals.get(node, Arrival(len(place))), Arrival(needed[node]))
         for node in graph.nodes
-        if node in gathers and (node in turns or needed[node] < len(place))
+        if node in gathers and (node in arrivals or needed[node] < len(place))
     }
     elsewhere = {*forward, *fed, *of_weights}
     late = {
@@ -160,18 +167,19 @@ def made_of_weights(
     return found, {node for node in feeding if node.op == "call_function" and (node in constant or node in apart)}
 
 
-def _turns(
+def _arrivals(
     place: Mapping[fx.Node, int],
     gathers: Sequence[Marker],
     reduces: Sequence[Marker],
     used: Mapping[fx.Node, int],
     wanted: Mapping[fx.Node, int],
     backward: Collection[fx.Node],
-) -> tuple[dict[fx.Node, Turn], dict[fx.Node, int]]:
-    """Return the turn of each weight that backward gathers again, and the last turn of another unit before its unit's.
+) -> tuple[dict[fx.Node, Arrival], dict[fx.Node, int]]:
+    """Return two places in backward for each weight that it gathers.
 
-    The turn is where backward arrives at the weight's unit. It arrives at all units of a checkpointed region at once,
-    which it gathers from the last one to the first.
+    The first is where backward arrives at the weight's unit. The second is where it last used another unit before that,
+    or reduced its gradients. Backward arrives at all units of a checkpointed region at once, which it gathers from the
+    last one to the first.
     """
     # But a checkpointed region looks rows up once more.
     tables = {one.node for one in gathers if one.spec.is_table and not any(map(_is_recomputed, one.node.users))}
@@ -188,15 +196,16 @@ def _turns(
         number = node.meta.get("seq_nr")
         if number is not None and node in backward and (not reached or -number > reached[-1][0]):
             reached.append((-number, at))
-    turns: dict[fx.Node, Turn] = {}
+    arrivals: dict[fx.Node, Arrival] = {}
     for unit, members in units.items():
         if last[unit] > _NOTHING:
             first = bisect_left(reached, (-last[unit], 0))
             at = reached[first][1] if first < len(reached) else len(place) - 1
-            turns.update((one.node, (at, -last[unit], -end[unit], len(around[unit]))) for one in members)
-    events = [(turns[one.node][0], one.unit) for one in gathers if one.node in turns]
+            arrival = Arrival(at, -last[unit], -end[unit], len(around[unit]))
+            arrivals.update((one.node, arrival) for one in members)
+    events = [(arrivals[one.node].place, one.unit) for one in gathers if one.node in arrivals]
     of_others = _last_of_others([*events, *((place[one.node], one.unit) for one in reduces)])
-    return turns, {one.node: of_others[one.unit] for one in gathers if one.node in turns}
+    return arrivals, {one.node: of_others[one.unit] for one in gathers if one.node in arrivals}
 
 
 def _last_of_others(events: list[tuple[int, str]]) -> dict[str, int]:

@@ -93,8 +93,9 @@ class ParamSpec:
     pinned: bool = False
     # Whether its modules only look rows of it up: backward needs their numbers, and gathers no table again.
     is_table: bool = False
-    # Whether a launch may return what an earlier one gathered (kept.py): for settings that keep buckets.
-    may_stay: bool = False
+    # Whether a launch may return what an earlier one gathered (kept.py), for settings that keep buckets: "kept" if only
+    # what stays from forward to backward stays longer, "always" if what backward gathers does, too.
+    stays: str = ""
     # Id of the plan of the step, given or written by a pass: caches tell graphs of two plans apart by it.
     step: str = ""
 

@@ -72,6 +72,8 @@ class Case(_Short):
     policy: Literal["", "float32", "reduce", "bfloat16"] = ""
     second_dim: bool = False  # matrices are sharded on dim 1
     adam: bool = False
+    once: bool = False  # weights stay gathered from one micro-batch to the next
+    offload: bool = False  # shards are on the host
 
     @property
     def ranks(self) -> int:
@@ -147,6 +149,8 @@ def cases(
         policy=draw(st.sampled_from(["", "", "float32", "reduce", "bfloat16"])),
         second_dim=draw(st.sampled_from([False, False, True])),
         adam=draw(st.booleans()),
+        once=draw(st.sampled_from([False, False, True])),
+        offload=draw(st.sampled_from([False, False, False, True])),
     )
     return for_any_mix(case) if mixed else case
 
@@ -161,4 +165,4 @@ def for_any_mix(case: Case) -> Case:
         return dataclasses.replace(block, inside=inside, unit=unit, tied_to_first=False, breaks=False, **plain)
 
     blocks = tuple(without(one, is_compiled=True) for one in case.blocks)
-    return dataclasses.replace(case, blocks=blocks, tied_head=case.tied_head and not case.reshard)
+    return dataclasses.replace(case, blocks=blocks, tied_head=case.tied_head and not case.reshard, once=False)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fsdp_compile
-from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy, configure, fully_shard
 from fsdp_compile.workers import WorkerError
 from tests import compiling  # noqa: F401  which registers the backend "passes"
 from tests.comparing import full
@@ -99,10 +99,15 @@ def shard(model: Model, case: Case) -> Any:
     kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": POLICIES[case.policy], "reshard_after_forward": case.reshard}
     if case.second_dim:
         kwargs["shard_placement_fn"] = place
+    if case.offload:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     inner_first = [one for one in reversed(list(model.modules())) if isinstance(one, Residual) and one.said.unit]
     for one in inner_first:
         fully_shard(one, **kwargs)
-    return fully_shard(model, **kwargs)
+    fully_shard(model, **kwargs)
+    if case.once:
+        configure(model, gather="once a step")
+    return model
 
 
 def compiled(model: Any, case: Case, mode: str) -> Callable[..., Any]:

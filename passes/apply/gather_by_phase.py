@@ -33,7 +33,7 @@ from ..schedule.slices import gather_from_slice, keeps_slice
 from ..schedule.structure import made_of_weights
 
 
-def regather(graph: fx.Graph, plan: Plan) -> int:
+def gather_by_phase(graph: fx.Graph, plan: Plan) -> int:
     """Have each phase gather those weights of another phase that it reads; return how many gathers that adds."""
     del plan  # the markers say which are kept
     gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"]}
