@@ -26,12 +26,13 @@ from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, H
 from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
 from fsdp_compile.forecast.layers import Run, find_run, with_fewer
 from fsdp_compile.forecast.show import count, show_one, show_sweep, size, unit_for
-from fsdp_compile.forecast.steps import NO_BYTES, Half, Step, added, extended, peak, replay
+from fsdp_compile.forecast.steps import NO_BYTES, added, extended
 from fsdp_compile.forecast.sweep import Sweep, Weights, around, best_of, weights_of
 from fsdp_compile.forecast.target import Target, find_target
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord, load_profile
 from fsdp_compile.passes.budget.residency import MAY
+from fsdp_compile.passes.cost.steps import Half, Step, peak, replay
 from fsdp_compile.passes.ir.plan import Candidate, Choice
 from fsdp_compile.passes.ir.provenance import find_reduces
 from fsdp_compile.passes.wire.layout import reduction_of
@@ -114,12 +115,12 @@ def world() -> Iterator[None]:
 # --- few layers tell of all ------------------------------------------------------------------------------------------
 
 
-def _step(what: str, num_bytes: int = 0, back: int = 0) -> Step:
+def _step(what: str, num_bytes: int = 0, back: tuple[int, ...] = ()) -> Step:
     return Step(what, 1.0, (0, 0, 0, num_bytes, 0, 0), NO_BYTES, back=back)
 
 
 def test_what_a_layer_added_is_put_in_as_often() -> None:
-    begin, layer = (_step("embed"),), (_step("launch"), _step("mm", 8), _step("wait", back=1))
+    begin, layer = (_step("embed"),), (_step("launch"), _step("mm", 8), _step("wait", back=(1,)))
     end = (_step("head"),)
     three = Half((9, 0, 0, 0, 0, 0), NO_BYTES, begin + 3 * layer + end)
     four = Half((12, 0, 0, 0, 0, 0), NO_BYTES, begin + 4 * layer + end)

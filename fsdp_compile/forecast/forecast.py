@@ -13,30 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..passes.budget.budget import searched
 from ..passes.budget.periods import FEW, Periods, periods_of
 from ..passes.budget.residency import GATHER, RECOMPUTE
-from ..passes.budget.stretch import Blocks, Replayed, Unsettled, halves_of
 from ..passes.budget.trial import trial_of
 from ..passes.cost.memory import GraphMemory, saved_by, weigh
 from ..passes.cost.profiles import HardwareProfile
 from ..passes.cost.roofline import node_flops
+from ..passes.cost.steps import Bytes, Half, Unsettled, lengthened, peak, plus, replay, settled
 from ..passes.ir.plan import Choice, Plan
 from ..passes.ir.provenance import find_reduces
 from .joint import PRECISIONS, device_mesh, joint_graph
 from .layers import Run, find_run, with_fewer
-from .steps import (
-    KINDS,
-    NO_BYTES,
-    Added,
-    Bytes,
-    Half,
-    added,
-    extended,
-    half_of,
-    kinds_by_name,
-    peak,
-    plus,
-    repeated,
-    replay,
-)
+from .steps import KINDS, Added, added, extended, half_of, kinds_by_name
 from .target import Made
 
 OPTIMIZER = "optimizer state"
@@ -139,15 +125,6 @@ class Whole:
 
     forward: Half
     backward: Half
-    timed: tuple[Replayed, Replayed] | None = None  # of a step within a budget; else the halves are replayed
-
-    def times(self) -> tuple[float, float, float]:
-        """Return the seconds of forward and of backward, and of both those that computation waits."""
-        if self.timed is not None:
-            before, after = self.timed
-            return before.seconds, after.seconds, before.exposed_s + after.exposed_s
-        first, then = replay(self.forward), replay(self.backward)
-        return first.total_s, then.total_s, first.exposed_s + then.exposed_s
 
     def peak(self) -> Bytes:
         return max(peak(self.forward), peak(self.backward), key=sum)
@@ -189,7 +166,7 @@ class Planner:
         if times not in self._wholes:
             joint, plan = self.joint(times)
             self._told(f"planning {times} of {self.num_periods} repeated parts")
-            self._wholes[times] = whole_of(joint, plan, self.hardware.profile)
+            self._wholes[times] = whole_of(plan, self.hardware.profile, Periods(joint))
         return self._wholes[times]
 
     def all_alike(self) -> tuple[Whole, int]:
@@ -207,32 +184,26 @@ class Planner:
 
     def _within(self, budget: int) -> tuple[Whole, int]:
         """Return a step with all periods within a budget, by the search of a compilation, and how many were traced."""
-        times = min(self.num_periods, FEW + 1)
-        left_out = (self.num_periods - times) * (self.run.period if self.run else 1)
+        times = min(self.num_periods, FEW)
         joint, _ = self.joint(times)
-        periods = periods_of(joint, left_out)
+        left_out = (self.num_periods - times) * (self.run.period if self.run else 1)
         self._told(f"choosing for {self.num_periods} repeated parts")
-        how = self.hardware.profile, self.configuration.may
+        profile, may = self.hardware.profile, self.configuration.may
         try:
-            if left_out and not periods.names:
-                raise Unsettled
-            plan = searched(joint, lambda _: budget, *how, periods)
+            periods = periods_of(joint, left_out)
+            plan = searched(joint, lambda _: budget, profile, may, periods)
         except Unsettled:
             times = self.num_periods
             joint, _ = self.joint(times)
             periods = Periods(joint)
-            plan = searched(joint, lambda _: budget, *how, periods)
+            plan = searched(joint, lambda _: budget, profile, may, periods)
         self._choice = plan.choice
-        few = periods.compressed(plan.keep, plan.recompute, plan.slices, plan.offload)
-        assert few is not None
-        (keep, recompute, slices, offload), more = few
-        plan = dataclasses.replace(plan, keep=keep, recompute=recompute, slices=slices, offload=offload)
-        return whole_of(periods.graph, plan, self.hardware.profile, periods, more), times
+        return whole_of(plan, profile, periods), times
 
     def forecast(self) -> Forecast:
         """Forecast by what is chosen within the budget; without one, by the settings of the units."""
         whole, num_traced = self.all_alike()
-        forward_s, backward_s, exposed_s = whole.times()
+        first, then = replay(whole.forward), replay(whole.backward)
         states, passes = OPTIMIZERS[self.hardware.optimizer]
         trainable = int(self._of_all(_trainable_bytes, num_traced))
         profile = self.hardware.profile
@@ -241,10 +212,10 @@ class Planner:
             self.configuration,
             self.hardware,
             {**dict(zip(KINDS, whole.peak())), OPTIMIZER: states * trainable},
-            forward_s,
-            backward_s,
+            first.total_s,
+            then.total_s,
             passes * trainable / (profile.memory_bytes_per_s * profile.memory_efficiency),
-            exposed_s,
+            first.exposed_s + then.exposed_s,
             self.made.num_tokens * self.hardware.num_ranks,
             self._of_all(_flops, num_traced),
             num_traced * period,
@@ -254,37 +225,31 @@ class Planner:
 
     def _of_all(self, figure: Callable[[fx.Graph], float], num_traced: int) -> float:
         """Extend a figure to all periods; it grows by the same amount with each."""
-        joint, _ = self.joint(num_traced)
+        few = num_traced if num_traced == self.num_periods else _FEW[len(self.configuration.mesh) - 1] + 1
+        joint, _ = self.joint(few)
         longer = figure(joint)
-        if num_traced == self.num_periods:
+        if few == self.num_periods:
             return longer
-        joint, _ = self.joint(num_traced - 1)
-        return longer + (self.num_periods - num_traced) * (longer - figure(joint))
+        joint, _ = self.joint(few - 1)
+        return longer + (self.num_periods - few) * (longer - figure(joint))
 
 
-def whole_of(
-    joint: fx.Graph,
-    plan: Plan,
-    profile: HardwareProfile,
-    periods: Periods | None = None,
-    blocks: Blocks | None = None,
-) -> Whole:
-    """Return the step of a joint graph with what this plan keeps, recomputes and offloads, with more in ``blocks``."""
-    names = plan.recompute, plan.slices, plan.lookahead, plan.offload
-    trial = trial_of(joint, plan.keep, profile, None, False, *names)
+def whole_of(plan: Plan, profile: HardwareProfile, periods: Periods) -> Whole:
+    """Return the step of all periods with what this plan keeps, recomputes and offloads."""
+    few = periods.compressed(plan.keep, plan.recompute, plan.slices, plan.offload)
+    assert few is not None
+    (keep, recompute, slices, offload), blocks = few
+    trial = trial_of(periods.graph, keep, profile, None, False, recompute, slices, plan.lookahead, offload)
     forward, backward = trial.forward.graph, trial.backward.graph
     weight = weigh(GraphMemory.of(forward), GraphMemory.of(backward), saved_by(forward, backward))
-    periods, blocks = periods or Periods(joint), blocks or {}
-    before, behind = halves_of(trial, periods, blocks)
-    held = tuple(sum(blocks.values()) * periods.held_bytes if kind == "shards" else 0 for kind in KINDS)
     first = half_of(forward, profile, turns=periods.forward)
-    first, saved = repeated(first, before.more, held, NO_BYTES)
     then = half_of(backward, profile, weight.given_up, kinds_by_name(forward), periods.backward)
-    then, _ = repeated(then, behind.more, held, saved)
     returned = tuple(weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)
     # What the caller holds in backward, it held in forward as well, or forward returned it.
-    timed = (before, behind) if periods.names else None
-    return Whole(first, dataclasses.replace(then, held=plus(first.held, returned)), timed)
+    then = dataclasses.replace(then, held=plus(first.held, returned))
+    more_held = tuple(sum(blocks.values()) * periods.held_bytes if kind == "shards" else 0 for kind in KINDS)
+    forward_again, backward_again = (settled(half, blocks) for half in trial.halves(periods))
+    return Whole(*lengthened((first, then), (forward_again, backward_again), more_held))
 
 
 def _added(shorter: Whole, longer: Whole) -> tuple[Added, Added] | None:

@@ -1,11 +1,5 @@
-"""The steps of a lowered graph, in order: their seconds, and the bytes of each kind that they add and drop.
+"""The steps of a lowered graph with the bytes of each kind, and what one more layer adds to them.
 
-    all_gather_into_tensor(x)     launch, its seconds and group; its buffer comes
-    wait_tensor                   wait for the last launch but one
-    mm                            compute; its result comes, what it read last goes
-    view                          nothing: left out
-
-A wait says how many launches ago its own launch was. So equal layers have equal steps, whatever is computed in between.
 Two models with few layers are traced. The steps of a model with many layers are those of the shorter one, and the steps
 that one more layer added, repeated:
 
@@ -19,7 +13,6 @@ Where the longer is not the shorter with a few blocks inserted, layers do not re
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,43 +21,16 @@ from torch import fx
 from ..passes.cost.events import events_of
 from ..passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, kinds_of, lifetimes, storages_given
 from ..passes.cost.profiles import HardwareProfile
-from ..passes.cost.replay import Compute, Event, Launch, Timeline, Wait, simulate
+from ..passes.cost.replay import Compute
+from ..passes.cost.steps import LAUNCH, WAIT, Bytes, Half, Step, in_order, plus, step_of
 from ..passes.ir.aliases import Storage, base_of, storages_of
 from ..passes.ir.meta import GRADIENT_OF, ROLE
 
-# The kinds of bytes that a forecast tells apart, and their places in ``Bytes``.
+# The kinds of bytes that a forecast tells apart, in this order.
 KINDS = ("shards", "gathered weights", "gradients", "activations", "buffers", "other")
 _PLACES = {SHARD: 0, GATHERED: 1, GRADIENT: 2, ACTIVATION: 3, BUFFER: 4}
-Bytes = tuple[int, ...]  # by kind
 NO_BYTES: Bytes = (0,) * len(KINDS)
 _MOST_BLOCKS = 4  # that one more layer may add
-
-
-@dataclass(frozen=True)
-class Step:
-    """One node that takes time or memory."""
-
-    what: str  # the operator, or "launch", "wait"
-    seconds: float
-    adds: Bytes  # when it begins
-    drops: Bytes  # when it ends
-    group: str = ""  # of a launch
-    slows: float = 0.0  # of a launch: share of its speed that computation loses meanwhile
-    back: int = 0  # of a wait: 1 where it waits for the last launch before it, 2 for the one before that
-    turn: int = -1  # the period that it belongs to, where periods are given
-
-
-@dataclass(frozen=True)
-class Half:
-    """A forward or a backward."""
-
-    held: Bytes  # by the caller, from begin to end: inputs, and in backward what forward returned
-    given: Bytes  # inputs that are freed after their last readers
-    steps: tuple[Step, ...]
-
-
-def plus(left: Bytes, right: Bytes, times: int = 1) -> Bytes:
-    return tuple(one + times * other for one, other in zip(left, right))
 
 
 def half_of(
@@ -102,62 +68,21 @@ def half_of(
         elif life.last < first_call:  # nobody reads it
             begin = plus(begin, size, -1)
     events = events_of(graph, profile, None, given_up)
-    return Half(held, begin, _steps(nodes, events, adds, drops, turns or {}))
-
-
-def replay(half: Half) -> Timeline:
-    """Replay a half: how long it takes, and how much of that is waiting."""
-    events: list[Event] = []
-    launched: list[str] = []
-    for place, step in enumerate(half.steps):
-        if step.what == "wait":
-            events.append(Wait(launched[-step.back]))
-        elif step.what == "launch":
-            launched.append(str(place))
-            events.append(Launch(str(place), step.seconds, step.group, slows_compute=step.slows))
-        else:
-            events.append(Compute(str(place), step.seconds))
-    return simulate(events)
-
-
-def peak(half: Half) -> Bytes:
-    """Return the bytes by kind when most are alive."""
-    alive = plus(half.held, half.given)
-    most, highest = sum(alive), alive
-    for step in half.steps:
-        alive = plus(alive, step.adds)
-        if sum(alive) > most:
-            most, highest = sum(alive), alive
-        alive = plus(alive, step.drops, -1)
-    return highest
+    steps: list[Step] = []
+    begins: dict[int, int] = {}
+    launched: dict[str, int] = {}
+    for node, event, its_adds, its_drops in zip(map(nodes.__getitem__, calls), events, adds, drops, strict=True):
+        if isinstance(event, Compute) and event.seconds > 0 and turns and node.name in turns:
+            begins.setdefault(turns[node.name], len(steps))
+        if not isinstance(event, Compute) or event.seconds or its_adds or its_drops:
+            steps.append(step_of(event, str(node.target), _as_bytes(its_adds), _as_bytes(its_drops), launched))
+    return Half(held, begin, tuple(steps), in_order(begins))
 
 
 def kinds_by_name(graph: fx.Graph) -> dict[str, str]:
     """Return the kind of each node's storage, by the node's name."""
     kinds, storages = kinds_of(graph), storages_of(graph)
     return {node.name: kinds[these[0]] for node, these in storages.items() if these}
-
-
-def _steps(
-    nodes: Sequence[fx.Node],
-    events: Sequence[Event],
-    adds: Sequence[dict[int, int]],
-    drops: Sequence[dict[int, int]],
-    turns: Mapping[str, int],
-) -> tuple[Step, ...]:
-    steps: list[Step] = []
-    launched: dict[str, int] = {}
-    calls = (node for node in nodes if node.op == "call_function")
-    for node, event, its_adds, its_drops in zip(calls, events, adds, drops, strict=True):
-        comes, goes = _as_bytes(its_adds), _as_bytes(its_drops)
-        if isinstance(event, Launch):
-            launched[event.name] = len(launched)
-            steps.append(Step("launch", event.seconds, comes, goes, event.group, event.slows_compute))
-        elif isinstance(event, Wait):
-            steps.append(Step("wait", 0.0, comes, goes, back=len(launched) - launched[event.name]))
-        elif event.seconds or its_adds or its_drops:
-            steps.append(Step(str(node.target), event.seconds, comes, goes, turn=turns.get(node.name, -1)))
-    return tuple(steps)
 
 
 def _kinds(graph: fx.Graph, given: Mapping[str, str]) -> Callable[[Storage], int]:
@@ -222,7 +147,7 @@ def _is_one(place: int, length: int, steps: Sequence[Step]) -> bool:
     """
     names = [step.what for step in steps]
     block = names[place : place + length]
-    if block.count("launch") != block.count("wait"):
+    if block.count(LAUNCH) != block.count(WAIT):
         return False
     if block in (names[max(place - length, 0) : place], names[place + length : place + 2 * length]):
         return True
@@ -239,21 +164,3 @@ def _blocks(shorter: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, 
     if any(how in ("replace", "delete") for how, *_ in found):
         return []
     return [(place, tuple(longer[first:last])) for how, place, _, first, last in found if how == "insert"]
-
-
-def repeated(half: Half, more: Mapping[int, int], held: Bytes, given: Bytes) -> tuple[Half, Bytes]:
-    """Return a half with so many more of each period, and the bytes that these leave behind.
-
-    The caller holds ``held`` for them from begin to end, and gives ``given`` at the beginning.
-    """
-    begins: dict[int, int] = {}
-    for place, step in enumerate(half.steps):
-        if step.turn >= 0 and step.seconds > 0:
-            begins.setdefault(step.turn, place)
-    steps, left = [*half.steps], NO_BYTES
-    for (begin, turn), (end, _) in reversed([*itertools.pairwise(sorted((at, turn) for turn, at in begins.items()))]):
-        block = half.steps[begin:end] * more.get(turn, 0)
-        steps[end:end] = block
-        for step in block:
-            left = plus(plus(left, step.adds), step.drops, -1)
-    return Half(plus(half.held, held), plus(half.given, given), tuple(steps)), left

@@ -15,11 +15,13 @@ import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
 from ..apply.away import num_forward_results
 from ..cost.memory import results_of
+from ..cost.steps import Unsettled
 from ..ir.aliases import hint, tensor_bytes, tensors_of
 from ..ir.provenance import Marker, find_reduces, find_unshards
 
@@ -85,16 +87,22 @@ class Periods:
 
 
 def periods_of(graph: fx.Graph, more: int = 0) -> Periods:
-    """Return a graph with few of the periods of a joint graph; ``more`` layers of the step were not traced."""
+    """Return a graph with few of the periods of a joint graph.
+
+    If ``more`` layers of the step were not traced, raise Unsettled where nothing tells what they are like.
+    """
     run = few = _find(graph)
-    if run is None:
-        return Periods(graph)
-    if len(run.names) > FEW:
+    if run is not None and len(run.names) > FEW:
         shorter = _shortened(graph, run, len(run.names) - FEW)
         few = None if shorter is None else _find(shorter)
         if shorter is None or few is None or len(few.names) != FEW:
-            return Periods(graph)
-        graph = shorter
+            run = None
+        else:
+            graph = shorter
+    if run is None or few is None:
+        if more:
+            raise Unsettled
+        return Periods(graph)
     held = {one.fqn: sum(map(tensor_bytes, tensors_of(one.shard))) for one in find_unshards(graph)}
     half = len(run.names) // 2
     others = [
@@ -184,15 +192,14 @@ def _shortened(graph: fx.Graph, run: _Run, num_left_out: int) -> fx.Graph | None
     inputs, results = graph.find_nodes(op="placeholder"), results_of(graph)
     gone |= {one for one in inputs if one.users and gone.issuperset(one.users)}
     of_inputs = len(results) - num_forward_results(graph)
-    kept_inputs = [one not in gone for one in inputs[:of_inputs]]
-    are_left = [True] * num_forward_results(graph) + kept_inputs
+    are_left = [True] * num_forward_results(graph) + [one not in gone for one in inputs[:of_inputs]]
     copy = fx.Graph(graph.owning_module)
     copies: dict[fx.Node, fx.Node] = {}
     try:
         for node in nodes[:-1]:
             if node not in gone:
                 copies[node] = copy.node_copy(node, lambda one: copies[instead.get(one, one)])
-        left = [one for one, is_left in zip(results, are_left) if is_left]
+        left: list[Any] = [one for one, is_left in zip(results, are_left) if is_left]
         output = copy.output(fx.map_arg(left, lambda one: copies[instead.get(one, one)]))
     except KeyError:
         return None

@@ -27,13 +27,13 @@ from torch import fx
 
 from ..cost.profiles import HardwareProfile
 from ..cost.roofline import Groups
+from ..cost.steps import Unsettled
 from ..ir.plan import Candidate, Plan
 from ..ir.provenance import find_unshards, whole_of
 from ..schedule.activations import activations_of, matrices_of
 from ..schedule.slices import keeps_slice, offers_slice
 from .periods import Periods, periods_of
 from .sketch import Sketch, saved_without
-from .stretch import Unsettled, figures_of
 from .trial import Figures, trial_of
 
 MAY = GATHER, RECOMPUTE, OFFLOAD = "gather", "recompute", "offload"  # what a budget may choose
@@ -106,23 +106,18 @@ def choose(
     than were traced; Unsettled if they do not tell what all are like.
     """
     if periods is not None:
-        return _Search(periods, None, profile, groups, may).choose(budget_bytes)
+        return _Search(periods, profile, groups, may).choose(budget_bytes)
     try:
-        return _Search(periods_of(joint), joint, profile, groups, may).choose(budget_bytes)
+        return _Search(periods_of(joint), profile, groups, may).choose(budget_bytes)
     except Unsettled:
-        return _Search(Periods(joint), joint, profile, groups, may).choose(budget_bytes)
+        return _Search(Periods(joint), profile, groups, may).choose(budget_bytes)
 
 
 class _Search:
     def __init__(
-        self,
-        periods: Periods,
-        whole: fx.Graph | None,
-        profile: HardwareProfile,
-        groups: Groups | None,
-        may: Collection[str],
+        self, periods: Periods, profile: HardwareProfile, groups: Groups | None, may: Collection[str]
     ) -> None:
-        self._periods, self._whole, self._profile, self._groups, self._may = periods, whole, profile, groups, may
+        self._periods, self._profile, self._groups, self._may = periods, profile, groups, may
         graph = periods.graph
         self._told = self._all(told_to_keep(graph))
         self._again = trial_of(graph, (), profile, groups)
@@ -160,8 +155,12 @@ class _Search:
             decision, best = self._best()
         exact: set[Decision] = set()
         while decision not in exact:  # what the partitioner makes of recomputation and copies, a cut tells exactly
-            self._tried[decision] = Tried(best.name, self._cut(decision) or self._cut_whole(decision) or best.figures)
-            exact.add(decision)
+            figures = self._cut(decision)
+            if figures is None:
+                del self._tried[decision]
+            else:
+                self._tried[decision] = Tried(best.name, figures)
+                exact.add(decision)
             decision, best = self._best()
         lost = (one for one in self._tried.values() if one is not best)
         return best, sorted(lost, key=lambda one: one.figures.seconds)
@@ -259,24 +258,19 @@ class _Search:
         its = recomputed, sliced, decision.lookahead, offloaded
         trial = trial_of(self._periods.graph, kept, self._profile, self._groups, False, *its)
         try:
-            return self._of_all(figures_of(trial, self._periods, more), decision)
+            return self._of_all(Figures.of(trial, self._periods, more), decision)
         except Unsettled:
             return None
-
-    def _cut_whole(self, decision: Decision) -> Figures | None:
-        """Return the figures of a trial of all layers, if they were traced."""
-        if self._whole is None:
-            return None
-        its = decision.recomputed, decision.sliced, decision.lookahead, decision.offloaded
-        return Figures.of(trial_of(self._whole, decision.kept, self._profile, self._groups, False, *its))
 
     def _of_all(self, few: Figures, decision: Decision) -> Figures:
         """Return figures with the names in all layers."""
         away = decision.offloaded & self._all(few.offloaded)
-        names = {"kept": decision.kept, "recomputed": decision.recomputed, "sliced": decision.sliced, "offloaded": away}
-        return dataclasses.replace(few, **names)
+        its = dataclasses.replace(few, kept=decision.kept, recomputed=decision.recomputed, sliced=decision.sliced)
+        return dataclasses.replace(its, offloaded=away)
 
     def _best(self) -> tuple[Decision, Tried]:
+        if not self._tried:
+            raise Unsettled
         return min(self._tried.items(), key=lambda both: self._order(both[1].figures))
 
     def _order(self, figures: Figures) -> tuple[float, ...]:

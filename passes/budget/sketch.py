@@ -25,8 +25,9 @@ from ..cost.copied import Copies, Leaving, to_device, to_host
 from ..cost.fusion import computes_inputs, is_pointwise
 from ..cost.memory import bytes_alive, lives_of, results_of, storages_given, taken_as
 from ..cost.profiles import HardwareProfile
-from ..cost.replay import Compute, Event, Launch, bare
+from ..cost.replay import Compute, Event, Launch
 from ..cost.roofline import Groups, collective_seconds, group_of, sent_by, slowdown
+from ..cost.steps import NO_MORE, Blocks, half_along
 from ..ir.aliases import Storage, base_of, is_free, tensor_bytes, tensors_of
 from ..ir.meta import PARAMETER, ROLE, Role, works_for
 from ..ir.nodes import closure, readers_of
@@ -36,8 +37,7 @@ from ..schedule.slices import inner_spec
 from ..schedule.uses import Use
 from ..wire.collectives import is_wait
 from .periods import Periods
-from .stretch import begins_of, replayed, stretched
-from .trial import Figures, Half, Trial
+from .trial import Figures, Trial, figures_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Sketch:
         pairs = [(node, *both) for node in fulls for both in zip(self._apart.storages[node], storages[node])]
         self._in_buckets = [(node, own, bucket) for node, own, bucket in pairs if own != bucket]
         self._by_name = {node.name: node for node in backward.graph.nodes}
-        self._events = _bare_events(backward)
+        self._events = backward.by_node()
         self._uses = {one.fqn: one for one in trial.uses.again}
         self._starts = [*backward.graph.output_node().all_input_nodes]
         self._starts += [node for node in backward.items.order if node.is_impure() or ROLE in node.meta]
@@ -122,7 +122,7 @@ class Sketch:
         sliced: Collection[str],
         lookahead: int,
         offloaded: Collection[str] = (),
-        blocks: Mapping[range, int] = {},
+        blocks: Blocks = NO_MORE,
     ) -> Figures | None:
         """Return the figures of a step, with more periods in ``blocks``; None if only a trial tells them."""
         if not self._trial.uses.sources.isdisjoint(kept):
@@ -149,44 +149,33 @@ class Sketch:
         # What stays for later steps is there from the begin of this one to its end.
         may_stay = [self._fulls[fqn] for fqn in kept if fqn in self._fulls and self._uses[fqn].spec.stays]
         stays = {one for node in may_stay if node in taken for one in self._held_for[node]}
-        in_forward = self._forward_bytes(first, taken, pieces, sent.bound, stays)
-        in_backward = self._backward_bytes(order, taken, pieces, fetched.bound, stays)
-        ahead, end = [(first.position[node], node) for node in first.order], len(first.alive) - 1
-        before = replayed(
-            [
-                *((at, one) for at, node in ahead for one in (*_of(first.events, node), *sent.events.get(at, ()))),
-                *((end, one) for one in sent.events.get(end, ())),
-            ],
-            begins_of(ahead, self._periods.forward, first.events),
-            in_forward,
-            blocks,
+        held_bytes = self._trial.weight.held_bytes
+        before = half_along(
+            [(node.name, [*_of(first.events, node), *sent.events.get(at, ())]) for at, node in enumerate(first.order)]
+            + [("", sent.events.get(len(first.order), ()))],
+            self._forward_bytes(first, taken, pieces, sent.bound, stays),
+            self._periods.forward,
+            held_bytes + sum(one.num_bytes for one in stays),
         )
-        behind = [*enumerate(order, sum(node.op == "placeholder" for node in taken))]
-        then = replayed(
-            [
-                (at, one) for place, (at, node) in enumerate(behind)
-                for one in (*fetched.events.get(place, ()), *_of(events, node))
-            ],
-            begins_of(behind, self._periods.backward, events),
-            in_backward,
-            blocks,
+        in_order = [([*fetched.events.get(at, ()), *_of(events, node)], node) for at, node in enumerate(order)]
+        then = half_along(
+            [("", ()) for node in taken if node.op == "placeholder"]
+            + [(node.name, its) for its, node in in_order] + [("", ())],
+            self._backward_bytes(order, taken, pieces, fetched.bound, stays),
+            self._periods.backward,
+            held_bytes + sum(one.num_bytes for one in stays) + self._trial.weight.returned_bytes,
         )
-        forward_bytes, carried_bytes = stretched(in_forward, before)
-        backward_bytes, _ = stretched(in_backward, then, carried_bytes)
-        times = {name: 1 + before.more.get(turn, 0) for name, turn in self._periods.forward.items()}
-        held_bytes = self._trial.weight.held_bytes + sum(blocks.values()) * self._periods.held_bytes
-        held_bytes += sum(one.num_bytes * times.get(one.node.name, 1) for one in stays)
-        return Figures(
-            frozenset(kept),
-            frozenset(recomputed),
-            frozenset(sliced),
+        return figures_of(
+            kept,
+            recomputed,
+            sliced,
+            {self.leaving[node] for node in away},
             lookahead,
-            held_bytes + max(forward_bytes, self._trial.weight.returned_bytes + backward_bytes),
-            before.seconds + then.seconds,
-            before.exposed_s + then.exposed_s,
-            frozenset(self.leaving[node] for node in away),
-            sum(one.num_bytes * times.get(one.node.name, 1) for one in sent.bound),
-            before.copied_s + then.copied_s,
+            (before, then),
+            {one.node.name: one.num_bytes for one in sent.bound},
+            {one.node.name: one.num_bytes for one in stays},
+            self._periods,
+            blocks,
         )
 
     def _sent(self, first: _Forward, away: Sequence[fx.Node]) -> Copies[Storage]:
@@ -278,15 +267,14 @@ class Sketch:
         }
         planned = planned_order(half.items.only(half.items.order, roles), lookahead)
         order = [*half.graph.find_nodes(op="placeholder"), *planned]
-        events = _bare_events(half)
         lives = [
             dataclasses.replace(one, last=len(order)) if one.storage in self._returned else one
             for one in lives_of(order, half.memory)
             if one.storage.node.op == "call_function"
         ]
         return _Forward(
-            planned,
-            events,
+            order,
+            half.by_node(),
             {node: index for index, node in enumerate(order)},
             {one.storage: one.last for one in lives},
             bytes_alive(lives, len(order) + 1),
@@ -405,13 +393,3 @@ def _of_slices(use: Use) -> Use:
 
 def _by_parameter(graph: fx.Graph) -> dict[str, fx.Node]:
     return {node.meta[PARAMETER]: node for node in graph.nodes if PARAMETER in node.meta}
-
-
-def _bare_events(half: Half) -> dict[fx.Node, Event]:
-    """Return the events of a half that take time or are of a collective, without memory."""
-    calls = (node for node in half.graph.nodes if node.op == "call_function")
-    found: dict[fx.Node, Event] = {}
-    for node, event in zip(calls, half.events):
-        if not isinstance(event, Compute) or event.seconds > 0:
-            found[node] = bare(event)
-    return found

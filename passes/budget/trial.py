@@ -21,7 +21,7 @@ checkpointing recomputes it. The graph is weighed without fusion, so that each o
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -38,7 +38,8 @@ from ..cost.memory import GraphMemory, Weight, weigh
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
-from ..ir.aliases import tensor_bytes, tensors_of
+from ..cost.steps import NO_MORE, Blocks, Half, Unsettled, half_along, lengthened, peak, replay, settled
+from ..ir.aliases import base_of, tensor_bytes, tensors_of
 from ..ir.meta import OFFLOADED, tag
 from ..ir.plan import Plan
 from ..ir.provenance import reduce_nodes, unshard_nodes
@@ -47,10 +48,11 @@ from ..schedule.slices import chosen_slices, use_first_gather
 from ..schedule.structure import structure_of
 from ..wire.copies import is_copy, launch_to_host
 from ..wire.streams import TO_DEVICE, TO_HOST
+from .periods import Periods
 
 
 @dataclass(frozen=True)
-class Half:
+class Lowered:
     """A lowered forward or backward graph, and its prediction."""
 
     graph: fx.Graph
@@ -59,6 +61,15 @@ class Half:
     memory: GraphMemory
     events: tuple[Event, ...]  # one for each call, in the graph's order
     timeline: Timeline
+
+    def by_node(self) -> dict[fx.Node, Event]:
+        calls = (node for node in self.graph.nodes if node.op == "call_function")
+        return dict(zip(calls, self.events))
+
+    def steps(self, alive: Sequence[int], turns: Mapping[str, int], held_bytes: int) -> Half:
+        events = self.by_node()
+        rows = ((node.name, [events[node]] if node in events else []) for node in self.graph.nodes)
+        return half_along(rows, alive, turns, held_bytes)
 
 
 @dataclass(frozen=True)
@@ -71,8 +82,8 @@ class Trial:
     offloaded: frozenset[str]
     uses: StepUses
     plan: Plan
-    forward: Half
-    backward: Half
+    forward: Lowered
+    backward: Lowered
     weight: Weight
     num_results: int  # of forward; behind them it returns what backward takes
 
@@ -87,6 +98,14 @@ class Trial:
     @property
     def exposed_s(self) -> float:
         return self.forward.timeline.exposed_s + self.backward.timeline.exposed_s
+
+    def halves(self, periods: Periods) -> tuple[Half, Half]:
+        """Return the steps of both halves."""
+        its = self.weight
+        return (
+            self.forward.steps(its.forward, periods.forward, its.held_bytes),
+            self.backward.steps(its.backward, periods.backward, its.held_bytes + its.returned_bytes),
+        )
 
 
 @dataclass(frozen=True)
@@ -105,15 +124,55 @@ class Figures:
     copied_s: float = 0.0
 
     @classmethod
-    def of(cls, trial: Trial) -> Figures:
-        """Return the figures of a trial."""
-        names = trial.kept, trial.recomputed, trial.sliced
-        figures = trial.peak_bytes, trial.seconds, trial.exposed_s
+    def of(cls, trial: Trial, periods: Periods | None = None, blocks: Blocks = NO_MORE) -> Figures:
+        """Return the figures of a trial of all periods, or of few and so many more in ``blocks``."""
+        periods = periods or Periods(trial.forward.graph)
         sent = trial.forward.graph.find_nodes(op="call_function", target=launch_to_host)
-        num_bytes = sum(tensor_bytes(one) for node in sent for one in tensors_of(node))
-        copies = [one for half in (trial.forward, trial.backward) for one in half.timeline.flights.values()]
-        copied_s = sum(one.launch.seconds for one in copies if one.launch.group in (TO_HOST, TO_DEVICE))
-        return cls(*names, trial.plan.lookahead, *figures, trial.offloaded, num_bytes, copied_s)
+        sent_bytes = {base_of(one.all_input_nodes[0]).name: sum(map(tensor_bytes, tensors_of(one))) for one in sent}
+        names = trial.kept, trial.recomputed, trial.sliced, trial.offloaded
+        return figures_of(
+            *names, trial.plan.lookahead, trial.halves(periods), sent_bytes, trial.weight.stays, periods, blocks
+        )
+
+
+def figures_of(
+    kept: Collection[str],
+    recomputed: Collection[str],
+    sliced: Collection[str],
+    offloaded: Collection[str],
+    lookahead: int,
+    halves: tuple[Half, Half],
+    sent_bytes: Mapping[str, int],
+    stay_bytes: Mapping[str, int],
+    periods: Periods,
+    blocks: Blocks,
+) -> Figures:
+    """Return the figures of a step with so many more periods in ``blocks``; Unsettled where few do not tell them.
+
+    Both tables are by the nodes of forward: what is sent to the host, and what stays for later steps.
+    """
+    more = settled(halves[0], blocks), settled(halves[1], blocks)
+    others = {name: more[0].get(turn, 0) for name, turn in periods.forward.items()}
+    held_bytes = sum(blocks.values()) * periods.held_bytes
+    held_bytes += sum(num_bytes * others.get(name, 0) for name, num_bytes in stay_bytes.items())
+    longer = lengthened(halves, more, (held_bytes,))
+    try:
+        timelines = [*map(replay, longer)]
+    except ValueError as error:  # something waits over a whole block
+        raise Unsettled from error
+    copies = [one.launch for its in timelines for one in its.flights.values()]
+    return Figures(
+        frozenset(kept),
+        frozenset(recomputed),
+        frozenset(sliced),
+        lookahead,
+        max(sum(peak(half)) for half in longer),
+        sum(its.total_s for its in timelines),
+        sum(its.exposed_s for its in timelines),
+        frozenset(offloaded),
+        sum(num_bytes * (1 + others.get(name, 0)) for name, num_bytes in sent_bytes.items()),
+        sum(one.seconds for one in copies if one.group in (TO_HOST, TO_DEVICE)),
+    )
 
 
 def trial_of(
@@ -153,10 +212,10 @@ def trial_of(
         lowered.append((half, its_plan, items))
     forward, backward = (GraphMemory.of(half, fused=not like_fsdp2) for half, *_ in lowered)
     weight = weigh(forward, backward, num_results)
-    halves: list[Half] = []
+    halves: list[Lowered] = []
     for (half, its_plan, items), memory, given_up in zip(lowered, (forward, backward), ((), weight.given_up)):
         events = events_of(half, profile, groups, given_up, GraphMemory.of(half) if like_fsdp2 else memory)
-        halves.append(Half(half, its_plan, items, memory, tuple(events), simulate(events)))
+        halves.append(Lowered(half, its_plan, items, memory, tuple(events), simulate(events)))
     first, then = halves
     away = frozenset(node.meta[OFFLOADED][0] for node in first.graph.nodes if is_copy(node))
     names = frozenset(kept), frozenset(recompute), frozenset(sliced), away

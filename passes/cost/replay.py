@@ -13,7 +13,6 @@ same events give the same times anywhere.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -303,9 +302,3 @@ class _Memory:
 
 def as_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
-
-
-def bare(event: Event) -> Event:
-    """Return an event without memory, and a launch without its ``needs``: some of those events are left out."""
-    bare = dataclasses.replace(event, allocs=(), frees=())
-    return dataclasses.replace(bare, needs=()) if isinstance(bare, Launch) else bare

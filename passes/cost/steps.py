@@ -1,0 +1,178 @@
+"""The steps of one half of a training step, and what it takes if some of its periods are repeated.
+
+    all_gather_into_tensor(x)     launch, its seconds and group; its buffer comes
+    wait_tensor                   wait for the last launch but one
+    mm                            compute; its result comes, what it read last goes
+    view                          nothing: left out
+
+A wait says how many launches ago its own launch was. So equal layers have equal steps, whatever is computed in between,
+and a half with more of them has their steps as often:
+
+    few          E | A A A A |B B B B | H         | is where a block begins
+    repeated           = =     = =                a period, and the next one with the same steps
+    with more    E | A A a a A A |B B b B B | H
+
+Next to another block a period differs from those of its own: it launches what the other needs, or waits for what that
+launched. So the period that is repeated is one which the next of its block repeats, and that waits for collectives like
+those it launches. Where a block has none, nothing is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .replay import Compute, Event, Launch, Timeline, Wait, simulate
+
+LAUNCH, WAIT = "launch", "wait"
+Bytes = tuple[int, ...]  # of each kind that is told apart
+Blocks = Mapping[range, int]  # periods that follow one another, and how many more are like them
+NO_MORE: Blocks = {}
+
+
+class Unsettled(Exception):
+    """In a block, no period is as the one before it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node that takes time or memory."""
+
+    what: str  # the operator, or LAUNCH, WAIT
+    seconds: float
+    adds: Bytes  # when it begins
+    drops: Bytes  # when it ends
+    group: str = ""  # of a launch
+    slows: float = 0.0  # of a launch: share of its speed that computation loses meanwhile
+    back: tuple[int, ...] = ()  # of a wait: 1 where it waits for the last launch before it, 2 for the one before that
+
+
+@dataclass(frozen=True)
+class Half:
+    """A forward or a backward."""
+
+    held: Bytes  # by the caller, from begin to end: inputs, and in backward what forward returned
+    given: Bytes  # inputs that are freed after their last readers
+    steps: tuple[Step, ...]
+    begins: tuple[tuple[int, int], ...] = ()  # of periods: the place of the first computation, and which period
+
+    def left(self) -> Bytes:
+        """Return the bytes that are there at the end, without those that the caller holds."""
+        left = self.given
+        for step in self.steps:
+            left = plus(plus(left, step.adds), step.drops, -1)
+        return left
+
+
+def plus(left: Bytes, right: Bytes, times: int = 1) -> Bytes:
+    return tuple(one + times * other for one, other in zip(left, right))
+
+
+def half_along(
+    rows: Iterable[tuple[str, Sequence[Event]]], alive: Iterable[int], turns: Mapping[str, int], held_bytes: int
+) -> Half:
+    """Return a half by its nodes' names and events, and the bytes alive at each; ``turns`` has the nodes' periods."""
+    steps: list[Step] = []
+    begins: dict[int, int] = {}
+    launched: dict[str, int] = {}
+    before = 0
+    for (name, events), now in zip(rows, alive, strict=True):
+        more, before = now - before, now
+        events = [one for one in events if not isinstance(one, Compute) or one.seconds > 0]
+        if name in turns and any(isinstance(one, Compute) for one in events):
+            begins.setdefault(turns[name], len(steps))
+        for event in events or ([Compute(name, 0.0)] if more else ()):
+            steps.append(step_of(event, "", (more,), (0,), launched))
+            more = 0
+    return Half((held_bytes,), (0,), tuple(steps), in_order(begins))
+
+
+def step_of(event: Event, what: str, adds: Bytes, drops: Bytes, launched: dict[str, int]) -> Step:
+    """Return the step of an event; ``launched`` has the turn of each launch before it, and then its own."""
+    if isinstance(event, Launch):
+        launched[event.name] = len(launched)
+        return Step(LAUNCH, event.seconds, adds, drops, event.group, event.slows_compute)
+    if isinstance(event, Wait):
+        back = tuple(len(launched) - launched[name] for name in (event.name, *event.others))
+        return Step(WAIT, 0.0, adds, drops, back=back)
+    return Step(what, event.seconds, adds, drops)
+
+
+def in_order(begins: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+    """Return the begins of a half by the places where periods begin."""
+    return tuple(sorted((place, turn) for turn, place in begins.items()))
+
+
+def replay(half: Half) -> Timeline:
+    """Replay a half: how long it takes, and how much of that is waiting."""
+    events: list[Event] = []
+    launched: list[str] = []
+    for place, step in enumerate(half.steps):
+        if step.what == WAIT:
+            name, *others = (launched[-back] for back in step.back)
+            events.append(Wait(name, others=tuple(others)))
+        elif step.what == LAUNCH:
+            launched.append(str(place))
+            events.append(Launch(str(place), step.seconds, step.group, slows_compute=step.slows))
+        else:
+            events.append(Compute(str(place), step.seconds))
+    return simulate(events)
+
+
+def peak(half: Half) -> Bytes:
+    """Return the bytes by kind when most are alive."""
+    alive = plus(half.held, half.given)
+    most, highest = sum(alive), alive
+    for step in half.steps:
+        alive = plus(alive, step.adds)
+        if sum(alive) > most:
+            most, highest = sum(alive), alive
+        alive = plus(alive, step.drops, -1)
+    return highest
+
+
+def settled(half: Half, blocks: Blocks) -> dict[int, int]:
+    """Return for each block a period that the next one repeats, and how many more there are."""
+    same: dict[int, tuple[Step, ...]] = {}
+    launched: list[Step] = []
+    ends = [*half.begins, (len(half.steps), -1)]
+    for (begin, turn), (end, _) in itertools.pairwise([(0, -1), *ends]):
+        its, first, awaited = half.steps[begin:end], len(launched), []
+        for step in its:
+            launched += [step] if step.what == LAUNCH else []
+            awaited += [launched[-back] for back in step.back]
+        if _kinds(awaited) == _kinds(launched[first:]):  # else it cannot go on so, though the next one may do the same
+            same[turn] = its
+    found: dict[int, int] = {}
+    for turns, more in blocks.items():
+        pairs = itertools.pairwise(turn for _, turn in half.begins if turn in turns)
+        alike = [turn for turn, then in pairs if turn in same and same[turn] == same.get(then)]
+        if not alike:
+            raise Unsettled
+        found[alike[-1]] = more
+    return found
+
+
+def _kinds(launches: Iterable[Step]) -> list[tuple[str, float]]:
+    return sorted((one.group, one.seconds) for one in launches)
+
+
+def lengthened(
+    halves: tuple[Half, Half], more: tuple[Mapping[int, int], Mapping[int, int]], held: Bytes
+) -> tuple[Half, Half]:
+    """Return forward and backward with so many more of each period, for which the caller holds ``held``."""
+    forward, backward = map(_repeated, halves, more)
+    saved = plus(forward.left(), halves[0].left(), -1)
+    return (
+        dataclasses.replace(forward, held=plus(forward.held, held)),
+        dataclasses.replace(backward, held=plus(backward.held, held), given=plus(backward.given, saved)),
+    )
+
+
+def _repeated(half: Half, more: Mapping[int, int]) -> Half:
+    steps = [*half.steps]
+    for (begin, turn), (end, _) in reversed([*itertools.pairwise(half.begins)]):
+        steps[end:end] = half.steps[begin:end] * more.get(turn, 0)
+    return dataclasses.replace(half, steps=tuple(steps), begins=())
