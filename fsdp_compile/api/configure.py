@@ -115,7 +115,7 @@ def configure(
     if watch_s is not None:
         lookout.timeout_s = watch_s
     if few is not None:
-        _let_slices_be_kept(units, few, keeps_groups=plan is not None)
+        let_slices_be_kept(units, few, keeps_groups=plan is not None)
     for unit in units:
         refresh(unit)
 
@@ -163,7 +163,7 @@ def _is_part(size: int, mesh: ShardMesh) -> bool:
     return 1 < size < mesh.num_shards and mesh.num_shards % size == 0
 
 
-def _let_slices_be_kept(units: Sequence[Unit], few: Callable[[ShardMesh], int], keeps_groups: bool) -> None:
+def let_slices_be_kept(units: Sequence[Unit], few: Callable[[ShardMesh], int], keeps_groups: bool) -> None:
     """Make the process groups that slices need, since a compilation cannot make any.
 
     With ``keeps_groups``, a unit for which none is asked for keeps the group of an earlier call.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -17,20 +18,20 @@ from ..passes.budget.trial import trial_of
 from ..passes.cost.memory import GraphMemory, saved_by, weigh
 from ..passes.cost.profiles import HardwareProfile
 from ..passes.cost.roofline import node_flops
-from ..passes.cost.steps import Bytes, Half, Unsettled, lengthened, peak, plus, replay, settled
+from ..passes.cost.steps import Blocks, Bytes, Half, Unsettled, lengthened, peak, plus, replay, settled
 from ..passes.ir.plan import Choice, Plan
 from ..passes.ir.provenance import find_reduces
 from .joint import PRECISIONS, device_mesh, joint_graph
 from .layers import Run, find_run, with_fewer
-from .steps import KINDS, Added, added, extended, half_of, kinds_by_name
+from .steps import KINDS, half_of, kinds_by_name
 from .target import Made
 
 OPTIMIZER = "optimizer state"
 # For each optimizer: its states, in multiples of the shards, and how often a step reads or writes the shards' bytes.
 OPTIMIZERS = {"adamw": (2, 7), "sgd": (0, 3), "none": (0, 0)}
-# How many periods of a model are traced; the next number, where that was too few to see what repeats. Replicas
-# begin with the second number: their sums are waited for a layer later.
-_FEW = (3, 4, 5)
+# How many periods of a model are traced without a budget: two alike, with those beside them that may differ. Replicas
+# need one more: their sums are waited for a layer later.
+_FEW = 5
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,6 @@ class Planner:
         self.made, self.configuration, self.hardware, self._told = made, configuration, hardware, told
         self.run: Run | None = find_run(made.model)
         self._joints: dict[int, tuple[fx.Graph, Plan]] = {}
-        self._wholes: dict[int, Whole] = {}
         self._choice: Choice | None = None
 
     @property
@@ -157,55 +157,47 @@ class Planner:
             if run is not None:
                 model, run = with_fewer(model, run, times), dataclasses.replace(run, times=times)
                 self._told(f"tracing {times * run.period} of {self.num_periods * run.period} layers")
-            how = self.configuration.checkpointing
-            self._joints[times] = joint_graph(model, self.made.call, self._mesh, self.hardware.precision, how, run)
+            one, hardware = self.configuration, self.hardware
+            chosen_for = None if one.budget is None else hardware.profile
+            self._joints[times] = joint_graph(
+                model, self.made.call, self._mesh, hardware.precision, one.checkpointing, run, chosen_for
+            )
         return self._joints[times]
 
-    def few(self, times: int) -> Whole:
-        """Plan a step with ``times`` periods."""
-        if times not in self._wholes:
-            joint, plan = self.joint(times)
-            self._told(f"planning {times} of {self.num_periods} repeated parts")
-            self._wholes[times] = whole_of(plan, self.hardware.profile, Periods(joint))
-        return self._wholes[times]
+    def all_alike(self) -> tuple[Whole, Periods]:
+        """Return a step with all periods, and what was traced: few of them, or all where few do not tell the others."""
+        few = _FEW + len(self.configuration.mesh) - 1 if self.configuration.budget is None else FEW
+        if self.run is not None and few < self.run.times:
+            try:
+                joint, plan = self.joint(few)
+                return self._planned(plan, periods_of(joint, (self.run.times - few) * self.run.period))
+            except Unsettled:
+                pass
+        joint, plan = self.joint(self.num_periods)
+        return self._planned(plan, Periods(joint))
 
-    def all_alike(self) -> tuple[Whole, int]:
-        """Return a step with all periods, and how many were traced."""
-        if self.configuration.budget is not None:
-            return self._within(self.configuration.budget)
-        for times in _FEW[len(self.configuration.mesh) - 1 :]:
-            if times + 1 >= self.num_periods:
-                break
-            shorter, longer = self.few(times), self.few(times + 1)
-            more = _added(shorter, longer)
-            if more is not None:
-                return _extended(shorter, (more, self.num_periods - times)), times + 1
-        return self.few(self.num_periods), self.num_periods
-
-    def _within(self, budget: int) -> tuple[Whole, int]:
-        """Return a step with all periods within a budget, by the search of a compilation, and how many were traced."""
-        times = min(self.num_periods, FEW)
-        joint, _ = self.joint(times)
-        left_out = (self.num_periods - times) * (self.run.period if self.run else 1)
-        self._told(f"choosing for {self.num_periods} repeated parts")
-        profile, may = self.hardware.profile, self.configuration.may
-        try:
-            periods = periods_of(joint, left_out)
-            plan = searched(joint, lambda _: budget, profile, may, periods)
-        except Unsettled:
-            times = self.num_periods
-            joint, _ = self.joint(times)
-            periods = Periods(joint)
-            plan = searched(joint, lambda _: budget, profile, may, periods)
+    def _planned(self, plan: Plan, periods: Periods) -> tuple[Whole, Periods]:
+        """Plan the step, within a budget by the search of a compilation; Unsettled where the periods do not tell it."""
+        self._told(f"planning {self.num_periods} repeated parts")
+        profile, budget = self.hardware.profile, self.configuration.budget
+        blocks: Blocks = {range(len(periods.few)): periods.num_left_out} if periods.num_left_out else {}
+        if budget is not None:
+            plan = searched(periods.graph, lambda _: budget, profile, self.configuration.may, periods)
+            few = periods.compressed(plan.keep, plan.recompute, plan.slices, plan.offload)
+            assert few is not None
+            (keep, recompute, slices, offload), blocks = few
+            plan = dataclasses.replace(
+                plan, keep=(*keep,), recompute=(*recompute,), slices=(*slices,), offload=(*offload,)
+            )
         self._choice = plan.choice
-        return whole_of(plan, profile, periods), times
+        return whole_of(plan, profile, periods, blocks), periods
 
     def forecast(self) -> Forecast:
         """Forecast by what is chosen within the budget; without one, by the settings of the units."""
-        whole, num_traced = self.all_alike()
+        whole, periods = self.all_alike()
         first, then = replay(whole.forward), replay(whole.backward)
         states, passes = OPTIMIZERS[self.hardware.optimizer]
-        trainable = int(self._of_all(_trainable_bytes, num_traced))
+        trainable = int(_of_all(_trainable_bytes(periods.graph), periods))
         profile = self.hardware.profile
         period = self.run.period if self.run else 1
         return Forecast(
@@ -217,29 +209,17 @@ class Planner:
             passes * trainable / (profile.memory_bytes_per_s * profile.memory_efficiency),
             first.exposed_s + then.exposed_s,
             self.made.num_tokens * self.hardware.num_ranks,
-            self._of_all(_flops, num_traced),
-            num_traced * period,
+            _of_all(_flops(periods.graph), periods),
+            max(self._joints) * period,
             self.num_periods * period,
             self._choice,
         )
 
-    def _of_all(self, figure: Callable[[fx.Graph], float], num_traced: int) -> float:
-        """Extend a figure to all periods; it grows by the same amount with each."""
-        few = num_traced if num_traced == self.num_periods else _FEW[len(self.configuration.mesh) - 1] + 1
-        joint, _ = self.joint(few)
-        longer = figure(joint)
-        if few == self.num_periods:
-            return longer
-        joint, _ = self.joint(few - 1)
-        return longer + (self.num_periods - few) * (longer - figure(joint))
 
-
-def whole_of(plan: Plan, profile: HardwareProfile, periods: Periods) -> Whole:
-    """Return the step of all periods with what this plan keeps, recomputes and offloads."""
-    few = periods.compressed(plan.keep, plan.recompute, plan.slices, plan.offload)
-    assert few is not None
-    (keep, recompute, slices, offload), blocks = few
-    trial = trial_of(periods.graph, keep, profile, None, False, recompute, slices, plan.lookahead, offload)
+def whole_of(plan: Plan, profile: HardwareProfile, periods: Periods, blocks: Blocks) -> Whole:
+    """Return the step with what this plan keeps, recomputes and offloads, and so many more periods in ``blocks``."""
+    names = plan.recompute, plan.slices, plan.lookahead, plan.offload
+    trial = trial_of(periods.graph, plan.keep, profile, None, False, *names)
     forward, backward = trial.forward.graph, trial.backward.graph
     weight = weigh(GraphMemory.of(forward), GraphMemory.of(backward), saved_by(forward, backward))
     first = half_of(forward, profile, turns=periods.forward)
@@ -248,31 +228,21 @@ def whole_of(plan: Plan, profile: HardwareProfile, periods: Periods) -> Whole:
     # What the caller holds in backward, it held in forward as well, or forward returned it.
     then = dataclasses.replace(then, held=plus(first.held, returned))
     more_held = tuple(sum(blocks.values()) * periods.held_bytes if kind == "shards" else 0 for kind in KINDS)
-    forward_again, backward_again = (settled(half, blocks) for half in trial.halves(periods))
-    return Whole(*lengthened((first, then), (forward_again, backward_again), more_held))
+    of_forward, of_backward = (settled(half, blocks) for half in trial.halves(periods))
+    return Whole(*lengthened((first, then), (of_forward, of_backward), more_held))
 
 
-def _added(shorter: Whole, longer: Whole) -> tuple[Added, Added] | None:
-    """Return what a longer step adds to forward and to backward; None where one of the two cannot be extended."""
-    forward, backward = added(shorter.forward, longer.forward), added(shorter.backward, longer.backward)
-    return None if forward is None or backward is None else (forward, backward)
+def _of_all(figures: Mapping[fx.Node, float], periods: Periods) -> float:
+    """Return the sum of figures by node, in which one of the periods stands for those that were not traced."""
+    turns = {**periods.forward, **periods.backward}
+    return sum(one * (1 + periods.num_left_out * (turns.get(node.name) == (False, 0))) for node, one in figures.items())
 
 
-def _extended(whole: Whole, more: tuple[tuple[Added, Added], int]) -> Whole:
-    (forward, backward), times = more
-    return Whole(extended(whole.forward, forward, times), extended(whole.backward, backward, times))
+def _flops(joint: fx.Graph) -> dict[fx.Node, float]:
+    return {node: node_flops(node) for node in joint.nodes if node.op == "call_function"}
 
 
-def _flops(joint: fx.Graph) -> float:
-    return sum(node_flops(node) for node in joint.nodes if node.op == "call_function")
-
-
-def _trainable_bytes(joint: fx.Graph) -> float:
+def _trainable_bytes(joint: fx.Graph) -> dict[fx.Node, float]:
     """Return the bytes of this rank's shards that get gradients."""
-    total = 0
-    for one in find_reduces(joint):
-        numel = 1
-        for size in one.spec.local_size:
-            numel *= size
-        total += numel * one.spec.grad_dtype.itemsize
-    return total
+    reduced = ((one.node, one.spec) for one in find_reduces(joint))
+    return {node: math.prod(spec.local_size) * spec.grad_dtype.itemsize for node, spec in reduced}

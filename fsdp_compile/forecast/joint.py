@@ -15,9 +15,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .._torch_compat.inductor import trace_joint_graph
 from ..api.auto_shard import auto_shard
+from ..api.classes import refresh
+from ..api.configure import let_slices_be_kept
+from ..core.mesh import ranks_of_a_node
 from ..core.unit import original_class, units_in
 from ..graph.install import manager
-from ..passes import GraphRecord, Plan
+from ..passes import GraphRecord, HardwareProfile, Plan
 from ..passes.ir.provenance import settle_names
 from ..tools.trial import observing
 from .layers import Run
@@ -55,8 +58,12 @@ def joint_graph(
     precision: str,
     checkpointing: str,
     run: Run | None,
+    chosen_for: HardwareProfile | None,
 ) -> tuple[fx.Graph, Plan]:
-    """Shard and checkpoint this model; return its joint graph, for ``trial_of``, and its plan without a budget."""
+    """Shard and checkpoint this model; return its joint graph, for ``trial_of``, and its plan without a budget.
+
+    A search on ``chosen_for`` finds in the graph what a model offers that compiles within a budget.
+    """
     found: list[GraphRecord] = []
     stored, computed, reduced = PRECISIONS[precision]
     if stored is not None:
@@ -65,6 +72,10 @@ def joint_graph(
     _checkpoint(model, checkpointing, run)
     if not units_in(model):
         _shard(model, mesh, MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced), run)
+    if chosen_for is not None:
+        let_slices_be_kept(units_in(model), partial(ranks_of_a_node, profile=chosen_for), keeps_groups=False)
+        for unit in units_in(model):
+            refresh(unit)
     model.to_empty(device="cpu")  # memory that is never written to costs nothing
     try:
         with observing(manager.observers, found.append):

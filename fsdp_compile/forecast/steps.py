@@ -1,20 +1,8 @@
-"""The steps of a lowered graph with the bytes of each kind, and what one more layer adds to them.
-
-Two models with few layers are traced. The steps of a model with many layers are those of the shorter one, and the steps
-that one more layer added, repeated:
-
-    3 layers    E a a b1 b2 b3 z s s s
-    4 layers    E a a b1 b2 b3 c z s s s s          added: c, and an s at the end
-    9 layers    E a a b1 b2 b3 c c c c c c z s s s s s s s s s
-
-Where the longer is not the shorter with a few blocks inserted, layers do not repeat, and nothing is extended.
-"""
+"""The steps of a lowered graph, with the bytes of each kind that they add and drop."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -22,7 +10,7 @@ from ..passes.cost.events import events_of
 from ..passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, kinds_of, lifetimes, storages_given
 from ..passes.cost.profiles import HardwareProfile
 from ..passes.cost.replay import Compute
-from ..passes.cost.steps import LAUNCH, WAIT, Bytes, Half, Step, in_order, plus, step_of
+from ..passes.cost.steps import Bytes, Half, Step, Turn, in_order, plus, step_of
 from ..passes.ir.aliases import Storage, base_of, storages_of
 from ..passes.ir.meta import GRADIENT_OF, ROLE
 
@@ -30,7 +18,6 @@ from ..passes.ir.meta import GRADIENT_OF, ROLE
 KINDS = ("shards", "gathered weights", "gradients", "activations", "buffers", "other")
 _PLACES = {SHARD: 0, GATHERED: 1, GRADIENT: 2, ACTIVATION: 3, BUFFER: 4}
 NO_BYTES: Bytes = (0,) * len(KINDS)
-_MOST_BLOCKS = 4  # that one more layer may add
 
 
 def half_of(
@@ -38,7 +25,7 @@ def half_of(
     profile: HardwareProfile,
     given_up: Sequence[str] = (),
     kinds_given: Mapping[str, str] | None = None,
-    turns: Mapping[str, int] | None = None,
+    turns: Mapping[str, Turn] | None = None,
 ) -> Half:
     """Return the half of a lowered graph; ``kinds_given`` are kinds of its inputs that another graph knows better.
 
@@ -69,10 +56,11 @@ def half_of(
             begin = plus(begin, size, -1)
     events = events_of(graph, profile, None, given_up)
     steps: list[Step] = []
-    begins: dict[int, int] = {}
+    begins: dict[Turn, int] = {}
     launched: dict[str, int] = {}
     for node, event, its_adds, its_drops in zip(map(nodes.__getitem__, calls), events, adds, drops, strict=True):
-        if isinstance(event, Compute) and event.seconds > 0 and turns and node.name in turns:
+        is_long = isinstance(event, Compute) and event.seconds > 0
+        if turns and node.name in turns and (is_long or (turns[node.name][0] and (its_adds or its_drops))):
             begins.setdefault(turns[node.name], len(steps))
         if not isinstance(event, Compute) or event.seconds or its_adds or its_drops:
             steps.append(step_of(event, str(node.target), _as_bytes(its_adds), _as_bytes(its_drops), launched))
@@ -106,61 +94,3 @@ def _add(to: dict[int, int], kind: int, num_bytes: int) -> None:
 
 def _as_bytes(some: Mapping[int, int]) -> Bytes:
     return tuple(some.get(place, 0) for place in range(len(KINDS)))
-
-
-@dataclass(frozen=True)
-class Added:
-    """The difference between the same half of a step with one more layer and without it, in steps and bytes."""
-
-    blocks: tuple[tuple[int, tuple[Step, ...]], ...]  # each with its place in the steps of the shorter half
-    held: Bytes
-    given: Bytes
-
-
-def added(shorter: Half, longer: Half) -> Added | None:
-    """Return what the longer half adds to the shorter; None where it is not the shorter with a few blocks inserted."""
-    blocks = _blocks(shorter.steps, longer.steps)
-    if not blocks or len(blocks) > _MOST_BLOCKS:
-        return None
-    before = 0  # steps in the blocks before this one
-    for place, block in sorted(blocks):
-        if not _is_one(place + before, len(block), longer.steps):
-            return None
-        before += len(block)
-    return Added(tuple(blocks), plus(longer.held, shorter.held, -1), plus(longer.given, shorter.given, -1))
-
-
-def extended(half: Half, more: Added, times: int) -> Half:
-    """Return a half with an addition inserted this number of times."""
-    steps = list(half.steps)
-    for place, block in sorted(more.blocks, key=lambda found: -found[0]):
-        steps[place:place] = block * times
-    return Half(plus(half.held, more.held, times), plus(half.given, more.given, times), tuple(steps))
-
-
-def _is_one(place: int, length: int, steps: Sequence[Step]) -> bool:
-    """Whether a block is one repeating pattern, which can be inserted any number of times.
-
-    Where two repeating patterns touch (c d c d s s, and one more of each), the inserted block is c d s, which does not
-    repeat. A block that repeats waits as often as it launches, since a model of more layers has no more collectives in
-    flight.
-    """
-    names = [step.what for step in steps]
-    block = names[place : place + length]
-    if block.count(LAUNCH) != block.count(WAIT):
-        return False
-    if block in (names[max(place - length, 0) : place], names[place + length : place + 2 * length]):
-        return True
-    return not any(
-        names[max(place - first, 0) : place] == block[:first]
-        and names[place + length : place + length + length - first] == block[first:]
-        for first in range(1, length)
-    )
-
-
-def _blocks(shorter: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, tuple[Step, ...]]]:
-    """Return the blocks that make the longer when inserted in the shorter; none where that is impossible."""
-    found = difflib.SequenceMatcher(None, shorter, longer, autojunk=False).get_opcodes()
-    if any(how in ("replace", "delete") for how, *_ in found):
-        return []
-    return [(place, tuple(longer[first:last])) for how, place, _, first, last in found if how == "insert"]

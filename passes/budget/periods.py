@@ -21,7 +21,7 @@ from torch import fx
 
 from ..apply.away import num_forward_results
 from ..cost.memory import results_of
-from ..cost.steps import Unsettled
+from ..cost.steps import Turn, Unsettled
 from ..ir.aliases import hint, tensor_bytes, tensors_of
 from ..ir.provenance import Marker, find_reduces, find_unshards
 
@@ -40,9 +40,10 @@ class Periods:
     graph: fx.Graph
     names: tuple[tuple[str, ...], ...] = ()  # of the parameters of each period of the whole step, in one order
     few: tuple[tuple[str, ...], ...] = ()  # of those in the graph
-    forward: Mapping[str, int] = field(default_factory=dict)  # the graph's nodes, with their periods
-    backward: Mapping[str, int] = field(default_factory=dict)
+    forward: Mapping[str, Turn] = field(default_factory=dict)  # nodes of each half, with their periods
+    backward: Mapping[str, Turn] = field(default_factory=dict)
     held_bytes: int = 0  # by the caller, for one period
+    left_bytes: int = 0  # behind one period: its gradients
 
     @property
     def num_left_out(self) -> int:
@@ -99,7 +100,7 @@ def periods_of(graph: fx.Graph, more: int = 0) -> Periods:
             run = None
         else:
             graph = shorter
-    if run is None or few is None:
+    if run is None or few is None or more % run.period:
         if more:
             raise Unsettled
         return Periods(graph)
@@ -109,15 +110,23 @@ def periods_of(graph: fx.Graph, more: int = 0) -> Periods:
         tuple(_NUMBER.sub(rf"\g<1>{turn + 1}0000\g<2>\g<3>", name) for name in run.names[0])
         for turn in range(more // run.period)
     ]
+    left = {one.fqn: sum(map(tensor_bytes, tensors_of(one.node))) for one in find_reduces(graph)}
     nodes = [*graph.nodes]
+    in_backward = _turns(nodes, few.backward)
+    behind: Mapping[str, Turn] = {name: (True, turn) for name, (_, turn) in in_backward.items()}
     return Periods(
         graph,
         (*run.names[:half], *others, *run.names[half:]),
         few.names,
-        {node.name: turn for turn, its in enumerate(few.forward) for node in nodes[its.start : its.stop]},
-        {node.name: turn for turn, its in enumerate(few.backward) for node in nodes[its.start : its.stop]},
+        {**behind, **_turns(nodes, few.forward)},
+        in_backward,
         sum(held[name] for name in few.names[-1]),
+        sum(left.get(name, 0) for name in few.names[-1]),
     )
+
+
+def _turns(nodes: Sequence[fx.Node], half: Sequence[range]) -> dict[str, Turn]:
+    return {node.name: (False, turn) for turn, its in enumerate(half) for node in nodes[its.start : its.stop]}
 
 
 @dataclass(frozen=True)

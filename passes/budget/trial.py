@@ -38,7 +38,7 @@ from ..cost.memory import GraphMemory, Weight, weigh
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
-from ..cost.steps import NO_MORE, Blocks, Half, Unsettled, half_along, lengthened, peak, replay, settled
+from ..cost.steps import NO_MORE, Blocks, Half, Turn, Unsettled, half_along, lengthened, peak, replay, settled
 from ..ir.aliases import base_of, tensor_bytes, tensors_of
 from ..ir.meta import OFFLOADED, tag
 from ..ir.plan import Plan
@@ -66,7 +66,7 @@ class Lowered:
         calls = (node for node in self.graph.nodes if node.op == "call_function")
         return dict(zip(calls, self.events))
 
-    def steps(self, alive: Sequence[int], turns: Mapping[str, int], held_bytes: int) -> Half:
+    def steps(self, alive: Sequence[int], turns: Mapping[str, Turn], held_bytes: int) -> Half:
         events = self.by_node()
         rows = ((node.name, [events[node]] if node in events else []) for node in self.graph.nodes)
         return half_along(rows, alive, turns, held_bytes)
@@ -156,6 +156,8 @@ def figures_of(
     held_bytes = sum(blocks.values()) * periods.held_bytes
     held_bytes += sum(num_bytes * others.get(name, 0) for name, num_bytes in stay_bytes.items())
     longer = lengthened(halves, more, (held_bytes,))
+    if longer[1].left()[0] - halves[1].left()[0] != sum(blocks.values()) * periods.left_bytes:
+        raise Unsettled  # something of a period is not among its steps
     try:
         timelines = [*map(replay, longer)]
     except ValueError as error:  # something waits over a whole block

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from .replay import Compute, Event, Launch, Timeline, Wait, simulate
 LAUNCH, WAIT = "launch", "wait"
 Bytes = tuple[int, ...]  # of each kind that is told apart
 Blocks = Mapping[range, int]  # periods that follow one another, and how many more are like them
+Turn = tuple[bool, int]  # whether it is behind all periods, what their backward computes in forward; which period
 NO_MORE: Blocks = {}
 
 
@@ -56,7 +58,7 @@ class Half:
     held: Bytes  # by the caller, from begin to end: inputs, and in backward what forward returned
     given: Bytes  # inputs that are freed after their last readers
     steps: tuple[Step, ...]
-    begins: tuple[tuple[int, int], ...] = ()  # of periods: the place of the first computation, and which period
+    begins: tuple[tuple[int, Turn], ...] = ()  # of periods: the place of the first computation, and which period
 
     def left(self) -> Bytes:
         """Return the bytes that are there at the end, without those that the caller holds."""
@@ -71,17 +73,17 @@ def plus(left: Bytes, right: Bytes, times: int = 1) -> Bytes:
 
 
 def half_along(
-    rows: Iterable[tuple[str, Sequence[Event]]], alive: Iterable[int], turns: Mapping[str, int], held_bytes: int
+    rows: Iterable[tuple[str, Sequence[Event]]], alive: Iterable[int], turns: Mapping[str, Turn], held_bytes: int
 ) -> Half:
     """Return a half by its nodes' names and events, and the bytes alive at each; ``turns`` has the nodes' periods."""
     steps: list[Step] = []
-    begins: dict[int, int] = {}
+    begins: dict[Turn, int] = {}
     launched: dict[str, int] = {}
     before = 0
     for (name, events), now in zip(rows, alive, strict=True):
         more, before = now - before, now
         events = [one for one in events if not isinstance(one, Compute) or one.seconds > 0]
-        if name in turns and any(isinstance(one, Compute) for one in events):
+        if name in turns and (any(isinstance(one, Compute) for one in events) or (turns[name][0] and more)):
             begins.setdefault(turns[name], len(steps))
         for event in events or ([Compute(name, 0.0)] if more else ()):
             steps.append(step_of(event, "", (more,), (0,), launched))
@@ -100,7 +102,7 @@ def step_of(event: Event, what: str, adds: Bytes, drops: Bytes, launched: dict[s
     return Step(what, event.seconds, adds, drops)
 
 
-def in_order(begins: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+def in_order(begins: Mapping[Turn, int]) -> tuple[tuple[int, Turn], ...]:
     """Return the begins of a half by the places where periods begin."""
     return tuple(sorted((place, turn) for turn, place in begins.items()))
 
@@ -133,25 +135,26 @@ def peak(half: Half) -> Bytes:
     return highest
 
 
-def settled(half: Half, blocks: Blocks) -> dict[int, int]:
+def settled(half: Half, blocks: Blocks) -> dict[Turn, int]:
     """Return for each block a period that the next one repeats, and how many more there are."""
-    same: dict[int, tuple[Step, ...]] = {}
+    same: dict[Turn, tuple[Step, ...]] = {}
     launched: list[Step] = []
-    ends = [*half.begins, (len(half.steps), -1)]
-    for (begin, turn), (end, _) in itertools.pairwise([(0, -1), *ends]):
+    none = False, -1
+    for (begin, turn), (end, _) in itertools.pairwise([(0, none), *half.begins, (len(half.steps), none)]):
         its, first, awaited = half.steps[begin:end], len(launched), []
         for step in its:
             launched += [step] if step.what == LAUNCH else []
             awaited += [launched[-back] for back in step.back]
         if _kinds(awaited) == _kinds(launched[first:]):  # else it cannot go on so, though the next one may do the same
             same[turn] = its
-    found: dict[int, int] = {}
-    for turns, more in blocks.items():
-        pairs = itertools.pairwise(turn for _, turn in half.begins if turn in turns)
-        alike = [turn for turn, then in pairs if turn in same and same[turn] == same.get(then)]
-        if not alike:
+    found: dict[Turn, int] = {}
+    for (turns, more), is_behind in itertools.product(blocks.items(), (False, True)):
+        which = [turn for _, turn in half.begins if turn[0] == is_behind and turn[1] in turns]
+        alike = [turn for turn, then in itertools.pairwise(which) if turn in same and same[turn] == same.get(then)]
+        if alike:
+            found[alike[-1]] = more
+        elif which or not is_behind:
             raise Unsettled
-        found[alike[-1]] = more
     return found
 
 
@@ -160,7 +163,7 @@ def _kinds(launches: Iterable[Step]) -> list[tuple[str, float]]:
 
 
 def lengthened(
-    halves: tuple[Half, Half], more: tuple[Mapping[int, int], Mapping[int, int]], held: Bytes
+    halves: tuple[Half, Half], more: tuple[Mapping[Turn, int], Mapping[Turn, int]], held: Bytes
 ) -> tuple[Half, Half]:
     """Return forward and backward with so many more of each period, for which the caller holds ``held``."""
     forward, backward = map(_repeated, halves, more)
@@ -171,8 +174,21 @@ def lengthened(
     )
 
 
-def _repeated(half: Half, more: Mapping[int, int]) -> Half:
+def _repeated(half: Half, more: Mapping[Turn, int]) -> Half:
     steps = [*half.steps]
-    for (begin, turn), (end, _) in reversed([*itertools.pairwise(half.begins)]):
-        steps[end:end] = half.steps[begin:end] * more.get(turn, 0)
+    launched = [0, *itertools.accumulate(step.what == LAUNCH for step in steps)]
+    inserts = [(begin, end, more[turn]) for (begin, turn), (end, _) in itertools.pairwise(half.begins) if turn in more]
+    for begin, end, times in inserts:  # what was launched before a period, and is not awaited in it, is now longer ago
+        farthest = max((back for step in half.steps[begin:end] for back in step.back), default=0)
+        for place in range(end, len(steps)):
+            earliest = launched[place] - launched[begin]
+            passed = [
+                times * (launched[end] - launched[begin]) * (back > max(farthest, earliest))
+                for back in half.steps[place].back
+            ]
+            if any(passed):
+                step = steps[place]
+                steps[place] = dataclasses.replace(step, back=tuple(map(operator.add, step.back, passed)))
+    for begin, end, times in reversed(inserts):
+        steps[end:end] = steps[begin:end] * times
     return dataclasses.replace(half, steps=tuple(steps), begins=())
