@@ -10,7 +10,7 @@ from torch import fx
 
 from fsdp_compile.passes import Group
 from fsdp_compile.passes.budget.sketch import Sketch, saved_without
-from fsdp_compile.passes.budget.trial import Figures, trial_of
+from fsdp_compile.passes.budget.trial import Decision, Figures, trial_of
 from fsdp_compile.passes.cost.profiles import HardwareProfile
 from fsdp_compile.passes.ir.provenance import unshard_nodes
 from fsdp_compile.passes.schedule.activations import activations_of, matrices_of
@@ -38,7 +38,8 @@ def both(
     lookahead: int = 1,
     offloaded: Collection[str] = (),
 ) -> tuple[Figures, Figures]:
-    found = sketch.figures(kept, recomputed, sliced, lookahead, offloaded)
+    names = map(frozenset, (kept, recomputed, sliced, offloaded))
+    found = sketch.figures(Decision(*names, lookahead))
     assert found is not None
     trial = trial_of(make(), kept, profile, groups, False, recomputed, sliced, lookahead, offloaded)
     return found, Figures.of(trial)
@@ -109,5 +110,5 @@ def test_a_sketch_keeps_slices_as_a_trial_does() -> None:
 
 def test_a_bucket_that_is_kept_in_part_is_in_no_sketch() -> None:
     sketch = Sketch(trial_of(two_blocks(), (), TOY, GROUPS), TOY, GROUPS)
-    assert sketch.figures(EVERYTHING[:1], (), (), 1) is None
-    assert sketch.figures(EVERYTHING, (), (), 1) is not None
+    assert sketch.figures(Decision(frozenset(EVERYTHING[:1]))) is None
+    assert sketch.figures(Decision(frozenset(EVERYTHING))) is not None

@@ -34,7 +34,7 @@ from ..schedule.activations import activations_of, matrices_of
 from ..schedule.slices import keeps_slice, offers_slice
 from .periods import Periods, periods_of
 from .sketch import Sketch, saved_without
-from .trial import Figures, trial_of
+from .trial import Decision, Figures, trial_of
 
 MAY = GATHER, RECOMPUTE, OFFLOAD = "gather", "recompute", "offload"  # what a budget may choose
 AGAIN, AS_TOLD, KEPT = "everything gathered again", "as reshard_after_forward says", "everything kept"
@@ -43,17 +43,6 @@ LEAN, LEAN_WORTH = "everything gathered and computed again", "kept and saved by 
 AWAY, AWAY_WORTH = "everything on the host", "on the device by seconds saved a byte"
 _LOOKAHEADS = (2, 3)
 _KINDS_IN_PART = 3  # that some of the layers take and others do not
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The names of what is kept, recomputed, kept as slices and sent to the host, and how far ahead gathers go."""
-
-    kept: frozenset[str] = frozenset()
-    recomputed: frozenset[str] = frozenset()
-    sliced: frozenset[str] = frozenset()
-    offloaded: frozenset[str] = frozenset()
-    lookahead: int = 1
 
 
 @dataclass(frozen=True)
@@ -155,10 +144,8 @@ class _Search:
             decision, best = self._best()
         exact: set[Decision] = set()
         while decision not in exact:  # what the partitioner makes of recomputation and copies, a cut tells exactly
-            figures = self._cut(decision)
-            if figures is None:
-                del self._tried[decision]
-            else:
+            del self._tried[decision]
+            if figures := self._figures(decision, cut=True):
                 self._tried[decision] = Tried(best.name, figures)
                 exact.add(decision)
             decision, best = self._best()
@@ -236,37 +223,23 @@ class _Search:
             self._tried[decision] = Tried(name, figures)
         return figures
 
-    def _figures(self, decision: Decision) -> Figures | None:
-        its = decision.kept, decision.recomputed, decision.sliced, decision.offloaded
-        found = self._periods.compressed(*its)
-        if found is None:
-            return None
-        (kept, recomputed, sliced, offloaded), more = found
-        sketch = self._sketches[bool(recomputed)]
-        try:
-            figures = sketch.figures(kept, recomputed, sliced, decision.lookahead, offloaded, more)
-        except Unsettled:
-            return None
-        return self._cut(decision) if figures is None else self._of_all(figures, decision)
-
-    def _cut(self, decision: Decision) -> Figures | None:
-        """Return the figures of a trial of its own; None if few layers do not tell them."""
+    def _figures(self, decision: Decision, cut: bool = False) -> Figures | None:
+        """Return the figures of a sketch, or of a trial of its own; None if few layers do not tell them."""
         found = self._periods.compressed(decision.kept, decision.recomputed, decision.sliced, decision.offloaded)
         if found is None:
             return None
         (kept, recomputed, sliced, offloaded), more = found
-        its = recomputed, sliced, decision.lookahead, offloaded
-        trial = trial_of(self._periods.graph, kept, self._profile, self._groups, False, *its)
+        of_few = Decision(kept, recomputed, sliced, offloaded, decision.lookahead)
         try:
-            return self._of_all(Figures.of(trial, self._periods, more), decision)
+            few = None if cut else self._sketches[bool(recomputed)].figures(of_few, more)
+            if few is None:
+                its = recomputed, sliced, decision.lookahead, offloaded
+                trial = trial_of(self._periods.graph, kept, self._profile, self._groups, False, *its)
+                few = Figures.of(trial, self._periods, more)
         except Unsettled:
             return None
-
-    def _of_all(self, few: Figures, decision: Decision) -> Figures:
-        """Return figures with the names in all layers."""
-        away = decision.offloaded & self._all(few.offloaded)
-        its = dataclasses.replace(few, kept=decision.kept, recomputed=decision.recomputed, sliced=decision.sliced)
-        return dataclasses.replace(its, offloaded=away)
+        took = dataclasses.replace(decision, offloaded=decision.offloaded & self._all(few.offloaded))
+        return dataclasses.replace(few, **vars(took))
 
     def _best(self) -> tuple[Decision, Tried]:
         if not self._tried:

@@ -37,7 +37,7 @@ from ..schedule.slices import inner_spec
 from ..schedule.uses import Use
 from ..wire.collectives import is_wait
 from .periods import Periods
-from .trial import Figures, Trial, figures_of
+from .trial import Decision, Figures, Trial, figures_of
 
 
 @dataclass(frozen=True)
@@ -115,22 +115,15 @@ class Sketch:
         """Return the bytes that forward holds for a node of backward."""
         return sum(one.num_bytes for one in self._held_for[node])
 
-    def figures(
-        self,
-        kept: Collection[str],
-        recomputed: Collection[str],
-        sliced: Collection[str],
-        lookahead: int,
-        offloaded: Collection[str] = (),
-        blocks: Blocks = NO_MORE,
-    ) -> Figures | None:
+    def figures(self, decision: Decision, blocks: Blocks = NO_MORE) -> Figures | None:
         """Return the figures of a step, with more periods in ``blocks``; None if only a trial tells them."""
+        kept, sliced, lookahead = decision.kept, decision.sliced, decision.lookahead
         if not self._trial.uses.sources.isdisjoint(kept):
             return None  # the partitioner may save what is computed of these
         roles = self._roles(self._plan(kept, sliced, lookahead))
         if roles is None:
             return None
-        saved = [name for of, names in self._activations.items() if of not in recomputed for name in names]
+        saved = [name for of, names in self._activations.items() if of not in decision.recomputed for name in names]
         given = {self._fulls[fqn] for fqn in kept if fqn in self._fulls}
         given |= {self._by_name[name] for name in saved if name in self._by_name}
         left_out = {node for node in self._starts if works_for(node, "gather") and node not in roles}
@@ -144,33 +137,29 @@ class Sketch:
         loaded_s = self._loaded(taken, live)
         events = {node: self._event(node, sliced, loaded_s) for node in order if node in self._events}
         first = self._forward(lookahead)
-        away = [node for node in taken if self.leaving.get(node) in offloaded]
+        away = [node for node in taken if self.leaving.get(node) in decision.offloaded]
         sent, fetched = self._sent(first, away), self._fetched(order, away, given, lookahead)
         # What stays for later steps is there from the begin of this one to its end.
         may_stay = [self._fulls[fqn] for fqn in kept if fqn in self._fulls and self._uses[fqn].spec.stays]
         stays = {one for node in may_stay if node in taken for one in self._held_for[node]}
-        held_bytes = self._trial.weight.held_bytes
+        held_bytes = self._trial.weight.held_bytes + sum(one.num_bytes for one in stays)
         before = half_along(
             [(node.name, [*_of(first.events, node), *sent.events.get(at, ())]) for at, node in enumerate(first.order)]
             + [("", sent.events.get(len(first.order), ()))],
             self._forward_bytes(first, taken, pieces, sent.bound, stays),
             self._periods.forward,
-            held_bytes + sum(one.num_bytes for one in stays),
+            held_bytes,
         )
-        in_order = [([*fetched.events.get(at, ()), *_of(events, node)], node) for at, node in enumerate(order)]
         then = half_along(
             [("", ()) for node in taken if node.op == "placeholder"]
-            + [(node.name, its) for its, node in in_order] + [("", ())],
+            + [(node.name, [*fetched.events.get(at, ()), *_of(events, node)]) for at, node in enumerate(order)]
+            + [("", ())],
             self._backward_bytes(order, taken, pieces, fetched.bound, stays),
             self._periods.backward,
-            held_bytes + sum(one.num_bytes for one in stays) + self._trial.weight.returned_bytes,
+            held_bytes + self._trial.weight.returned_bytes,
         )
         return figures_of(
-            kept,
-            recomputed,
-            sliced,
-            {self.leaving[node] for node in away},
-            lookahead,
+            dataclasses.replace(decision, offloaded=frozenset(self.leaving[node] for node in away)),
             (before, then),
             {one.node.name: one.num_bytes for one in sent.bound},
             {one.node.name: one.num_bytes for one in stays},

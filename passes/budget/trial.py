@@ -109,19 +109,25 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Figures:
+class Decision:
+    """The names of what is kept, recomputed, kept as slices and sent to the host, and how far ahead gathers go."""
+
+    kept: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
+    sliced: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+    lookahead: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(Decision):
     """The peak and the seconds of a step, as a trial or a sketch predicts them."""
 
-    kept: frozenset[str]
-    recomputed: frozenset[str]
-    sliced: frozenset[str]
-    lookahead: int
     peak_bytes: int
     seconds: float
     exposed_s: float
-    offloaded: frozenset[str] = frozenset()
-    offloaded_bytes: int = 0
-    copied_s: float = 0.0
+    offloaded_bytes: int
+    copied_s: float
 
     @classmethod
     def of(cls, trial: Trial, periods: Periods | None = None, blocks: Blocks = NO_MORE) -> Figures:
@@ -129,18 +135,12 @@ class Figures:
         periods = periods or Periods(trial.forward.graph)
         sent = trial.forward.graph.find_nodes(op="call_function", target=launch_to_host)
         sent_bytes = {base_of(one.all_input_nodes[0]).name: sum(map(tensor_bytes, tensors_of(one))) for one in sent}
-        names = trial.kept, trial.recomputed, trial.sliced, trial.offloaded
-        return figures_of(
-            *names, trial.plan.lookahead, trial.halves(periods), sent_bytes, trial.weight.stays, periods, blocks
-        )
+        took = Decision(trial.kept, trial.recomputed, trial.sliced, trial.offloaded, trial.plan.lookahead)
+        return figures_of(took, trial.halves(periods), sent_bytes, trial.weight.stays, periods, blocks)
 
 
 def figures_of(
-    kept: Collection[str],
-    recomputed: Collection[str],
-    sliced: Collection[str],
-    offloaded: Collection[str],
-    lookahead: int,
+    decision: Decision,
     halves: tuple[Half, Half],
     sent_bytes: Mapping[str, int],
     stay_bytes: Mapping[str, int],
@@ -157,23 +157,19 @@ def figures_of(
     held_bytes += sum(num_bytes * others.get(name, 0) for name, num_bytes in stay_bytes.items())
     longer = lengthened(halves, more, (held_bytes,))
     if longer[1].left()[0] - halves[1].left()[0] != sum(blocks.values()) * periods.left_bytes:
-        raise Unsettled  # something of a period is not among its steps
+        raise Unsettled  # a node of some period counts for none
     try:
         timelines = [*map(replay, longer)]
-    except ValueError as error:  # something waits over a whole block
+    except ValueError as error:  # two waits are for the same launch
         raise Unsettled from error
     copies = [one.launch for its in timelines for one in its.flights.values()]
     return Figures(
-        frozenset(kept),
-        frozenset(recomputed),
-        frozenset(sliced),
-        lookahead,
-        max(sum(peak(half)) for half in longer),
-        sum(its.total_s for its in timelines),
-        sum(its.exposed_s for its in timelines),
-        frozenset(offloaded),
-        sum(num_bytes * (1 + others.get(name, 0)) for name, num_bytes in sent_bytes.items()),
-        sum(one.seconds for one in copies if one.group in (TO_HOST, TO_DEVICE)),
+        **vars(decision),
+        peak_bytes=max(sum(peak(half)) for half in longer),
+        seconds=sum(its.total_s for its in timelines),
+        exposed_s=sum(its.exposed_s for its in timelines),
+        offloaded_bytes=sum(num_bytes * (1 + others.get(name, 0)) for name, num_bytes in sent_bytes.items()),
+        copied_s=sum(one.seconds for one in copies if one.group in (TO_HOST, TO_DEVICE)),
     )
 
 
