@@ -124,22 +124,24 @@ def _step(what: str, num_bytes: int = 0, back: tuple[int, ...] = ()) -> Step:
 
 
 def _half(layer: tuple[Step, ...], num_layers: int) -> Half:
-    begins = tuple((1 + turn * len(layer) + 1, (False, turn)) for turn in range(num_layers))  # behind the first launches
-    return Half((9, 0, 0, 0, 0, 0), NO_BYTES, (_step("embed"), *num_layers * layer, _step("head")), begins)
+    """Layers, and behind them something of each; what is launched in front of them is awaited at the end."""
+    begins = [(2 + turn * len(layer) + 1, (False, turn)) for turn in range(num_layers)]  # behind the first launches
+    steps = _step("launch"), _step("embed"), *num_layers * layer, _step("head"), _step("wait", back=(num_layers + 1,))
+    begins += [(len(steps) + turn, (True, turn)) for turn in range(num_layers)]
+    return Half((9, 0, 0, 0, 0, 0), NO_BYTES, (*steps, *num_layers * (_step("gt", 4),)), tuple(begins))
 
 
 def test_a_layer_is_repeated_as_often_with_what_it_holds() -> None:
     layer = (_step("launch"), _step("mm", 8), _step("wait", back=(1,)))
     four, all_of_them = _half(layer, 4), range(4)
     more = settled(four, {all_of_them: 6})
-    assert [*more.values()] == [6]
+    assert [*more.values()] == [6, 6]
     ten, _ = lengthened((four, four), (more, more), (2, 0, 0, 0, 0, 0))
     assert ten.steps == _half(layer, 10).steps
-    assert peak(ten) == (11, 0, 0, 80, 0, 0)
-    assert replay(ten).total_s == 10 + 2  # products, and what stands around them: no collective takes longer
-    for none in ((_step("launch"), _step("mm", 8)), (_step("mm", 8), _step("mm"), _step("wait", back=(1,)))):
-        with pytest.raises(Unsettled):  # what is launched in a layer and not awaited, cannot go on so
-            settled(dataclasses.replace(_half(none, 4), steps=(_step("launch"), *_half(none, 4).steps)), {all_of_them: 6})
+    assert peak(ten) == (11, 0, 0, 120, 0, 0)
+    assert replay(ten).total_s == 2 * 10 + 2  # all that is computed: no collective takes longer
+    with pytest.raises(Unsettled):  # what is launched in a layer and not awaited cannot go on so
+        settled(_half((_step("launch"), _step("mm", 8)), 4), {all_of_them: 6})
 
 
 def test_layers_repeat_that_differ_in_their_number_alone() -> None:

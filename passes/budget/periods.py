@@ -30,8 +30,6 @@ _FEW_OF_A_BLOCK = 4  # its first and its last may differ from the two between th
 _LONGEST_PERIOD = 8  # layers
 _NUMBER = re.compile(r"(.*?)\b(\d+)\b(.*)")
 
-Names = Collection[str]
-
 
 @dataclass(frozen=True)
 class Periods:
@@ -57,7 +55,7 @@ class Periods:
             return [frozenset(few)]
         return [frozenset(names[places[name][1]] for name in few) for names in self.names]
 
-    def compressed(self, *sets: Names) -> tuple[list[frozenset[str]], dict[range, int]] | None:
+    def compressed(self, *sets: Collection[str]) -> tuple[list[frozenset[str]], dict[range, int]] | None:
         """Return these sets of names for the few periods, and how many more each block has; None if few are too few.
 
         A block is of periods that follow one another in the same sets; some of it are left out.

@@ -94,11 +94,11 @@ def choose(
     bytes that are there before the step begins. ``may`` has some of MAY. ``periods`` are of a step with more layers
     than were traced; Unsettled if they do not tell what all are like.
     """
-    if periods is not None:
-        return _Search(periods, profile, groups, may).choose(budget_bytes)
     try:
-        return _Search(periods_of(joint), profile, groups, may).choose(budget_bytes)
+        return _Search(periods or periods_of(joint), profile, groups, may).choose(budget_bytes)
     except Unsettled:
+        if periods is not None:
+            raise
         return _Search(Periods(joint), profile, groups, may).choose(budget_bytes)
 
 
@@ -134,8 +134,7 @@ class _Search:
         if GATHER not in self._may:
             items = []
         self._fill(WORTH, nothing, items)
-        fits = everything is not None and everything.peak_bytes <= self._budget
-        if not fits and (self._activations or self._matrices):
+        if everything is None or not self._fits(everything):
             self._lean(items)
         decision, best = self._best()
         if best.figures.exposed_s > 0 and self._fits(best.figures):  # earlier gathers may be hidden, but stay longer
@@ -180,8 +179,7 @@ class _Search:
         listed = [one for its in self._by_worth(base, items) for one in its]
         taken, first = base, 0
         for _ in range(_KINDS_IN_PART):
-            fits, over = first, len(listed) + 1
-            at = len(listed)
+            fits, at, over = first, len(listed), len(listed) + 1
             while over - fits > 1:
                 figures = self._try(f"{name}, the first {at}", _with(taken, listed[first:at]))
                 fits, over = (at, over) if figures is not None and self._fits(figures) else (fits, at)

@@ -34,7 +34,6 @@ from ..ir.nodes import closure, readers_of
 from ..ir.plan import Plan
 from ..schedule.planner import only
 from ..schedule.slices import inner_spec
-from ..schedule.uses import Use
 from ..wire.collectives import is_wait
 from .periods import Periods
 from .trial import Decision, Figures, Trial, figures_of
@@ -111,10 +110,6 @@ class Sketch:
         names = {node: storages[0].node.name for node, storages in held.items()}
         return {node: matrices[name] for node, name in names.items() if name in matrices}
 
-    def _num_bytes(self, node: fx.Node) -> int:
-        """Return the bytes that forward holds for a node of backward."""
-        return sum(one.num_bytes for one in self._held_for[node])
-
     def figures(self, decision: Decision, blocks: Blocks = NO_MORE) -> Figures | None:
         """Return the figures of a step, with more periods in ``blocks``; None if only a trial tells them."""
         kept, sliced, lookahead = decision.kept, decision.sliced, decision.lookahead
@@ -187,7 +182,7 @@ class Sketch:
             first[self._held_for[node]] = min(place, first.get(self._held_for[node], place))
         own = {self._held_for[node]: node for node in reversed(away)}  # of several views, the first
         leaving = [
-            Leaving(node, self._unit_of.get(self.leaving[node], ""), self._num_bytes(node), first[held])
+            Leaving(node, self._unit_of.get(self.leaving[node], ""), sum(one.num_bytes for one in held), first[held])
             for held, node in own.items()
         ]
         fulls = {fqn: full for fqn, full in self._fulls.items() if full not in given}
@@ -202,7 +197,8 @@ class Sketch:
     def _plan(self, kept: Collection[str], sliced: Collection[str], lookahead: int) -> Plan:
         """Return the plan of backward."""
         uses = self._trial.uses
-        again = [_of_slices(one) if one.fqn in sliced else one for one in uses.again if one.fqn not in kept]
+        left = [one for one in uses.again if one.fqn not in kept]
+        again = [dataclasses.replace(one, spec=inner_spec(one.spec)) if one.fqn in sliced else one for one in left]
         found = uses.found | {self._uses[fqn].unit for fqn in kept if fqn in self._uses}
         plan = dataclasses.replace(uses, again=tuple(again), found=frozenset(found)).plan(lookahead).backward
         assert plan is not None
@@ -374,10 +370,6 @@ def saved_without(trial: Trial, activations: Mapping[str, Collection[fx.Node]]) 
 
 def _of(events: Mapping[fx.Node, Event], node: fx.Node) -> list[Event]:
     return [events[node]] if node in events else []
-
-
-def _of_slices(use: Use) -> Use:
-    return dataclasses.replace(use, spec=inner_spec(use.spec))
 
 
 def _by_parameter(graph: fx.Graph) -> dict[str, fx.Node]:
