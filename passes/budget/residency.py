@@ -144,7 +144,7 @@ class _Search:
         exact: set[Decision] = set()
         while decision not in exact:  # what the partitioner makes of recomputation and copies, a cut tells exactly
             del self._tried[decision]
-            if figures := self._figures(decision, cut=True):
+            if figures := self._figures(decision, sketch=False):
                 self._tried[decision] = Tried(best.name, figures)
                 exact.add(decision)
             decision, best = self._best()
@@ -192,13 +192,13 @@ class _Search:
 
     def _by_worth(self, base: Decision, items: Iterable[Item]) -> list[list[Item]]:
         """Return the kinds that save time, most seconds a byte first, and the items of each, the last layer's first."""
-        now = self._figures(base)
+        now = self._figures(base, cut=False)  # a trial for each would take long
         if now is None:
             return []
         found = []
         for _, same in itertools.groupby(sorted(items, key=lambda one: one.kind), lambda one: one.kind):
             its = [*same]
-            figures = self._figures(_with(base, its))
+            figures = self._figures(_with(base, its), cut=False)
             if figures is not None and figures.seconds < now.seconds:
                 more = max(figures.peak_bytes - now.peak_bytes, 1)
                 found.append(((now.seconds - figures.seconds) / more, its))
@@ -221,20 +221,22 @@ class _Search:
             self._tried[decision] = Tried(name, figures)
         return figures
 
-    def _figures(self, decision: Decision, cut: bool = False) -> Figures | None:
-        """Return the figures of a sketch, or of a trial of its own; None if few layers do not tell them."""
+    def _figures(self, decision: Decision, sketch: bool = True, cut: bool = True) -> Figures | None:
+        """Return the figures of a sketch, or else of a trial of its own; None if few layers do not tell them."""
         found = self._periods.compressed(decision.kept, decision.recomputed, decision.sliced, decision.offloaded)
         if found is None:
             return None
         (kept, recomputed, sliced, offloaded), more = found
         of_few = Decision(kept, recomputed, sliced, offloaded, decision.lookahead)
         try:
-            few = None if cut else self._sketches[bool(recomputed)].figures(of_few, more)
-            if few is None:
+            few = self._sketches[bool(recomputed)].figures(of_few, more) if sketch else None
+            if few is None and cut:
                 its = recomputed, sliced, decision.lookahead, offloaded
                 trial = trial_of(self._periods.graph, kept, self._profile, self._groups, False, *its)
                 few = Figures.of(trial, self._periods, more)
         except Unsettled:
+            few = None
+        if few is None:
             return None
         took = dataclasses.replace(decision, offloaded=decision.offloaded & self._all(few.offloaded))
         return dataclasses.replace(few, **vars(took))
