@@ -10,9 +10,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -150,7 +153,8 @@ def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Plan:
         found = budget.bytes_for(graph, trial, profile)
         return found
 
-    best, lost = choose(graph, allowed, profile, may=budget.may)
+    with _without_collections():
+        best, lost = choose(graph, allowed, profile, may=budget.may)
     choice = Choice(found, profile.name, 0, best.as_candidate(), tuple(one.as_candidate() for one in lost))
     return Plan(
         "joint",
@@ -161,6 +165,18 @@ def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Plan:
         offload=tuple(sorted(best.figures.offloaded)),
         choice=choice,
     )
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep Python from looking for cycles again and again among the nodes of a large graph, which all live on."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def device_of(graph: fx.Graph) -> torch.device:

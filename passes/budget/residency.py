@@ -19,6 +19,7 @@ candidate within the budget wins, or the one with the lowest peak if none fits.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +123,7 @@ def choose(
         return tried[key].figures
 
     def cut(kept: frozenset[str], *more: Any) -> Figures:
+        gc.collect()  # graphs are cycles: the trials before this one would stay in memory
         return Figures.of(trial_of(joint, kept, profile, groups, False, *more))
 
     def try_listed(name: str, base: Trial, kept: Sequence[Resident]) -> Figures:
