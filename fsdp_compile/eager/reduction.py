@@ -73,6 +73,7 @@ class Reduction:
         self._fqns = {gathered.params[index].fqn for index in grads} if alone else None
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
         self.has_advanced = False
+        self.more_come = False  # from other uses of the unit, in this backward
         # What launches the next reduction, and so waits for this one, may run on another stream.
         self._stream = streams.accelerator.current(gathered.unit.mesh.device)
         accumulation = gathered.unit.accumulation
@@ -132,7 +133,7 @@ class Reduction:
     def complete(self) -> None:
         """Wait, and give the shards their gradients."""
         for index, local in self.finish().items():
-            deliver(self.gathered, index, local)
+            deliver(self.gathered, index, local, self.more_come)
 
     def _spec(self, spec: ParamSpec) -> ParamSpec:
         twin = self.gathered.unit.settings.reduce_groups.get(spec.group)
@@ -189,11 +190,15 @@ def _over_replicas_alone(spec: ParamSpec) -> ParamSpec:
     return dataclasses.replace(spec, size=spec.local_size, num_shards=1, predivide=1.0)
 
 
-def deliver(gathered: Gathered, index: int, local: Tensor) -> None:
-    """Give a shard its gradient."""
-    shard = gathered.shards[index]
-    if autograd.tensor_hooks(shard):
-        give_through_hooks(gathered.params[index].fqn, shard, local)
+def deliver(gathered: Gathered, index: int, local: Tensor, more_come: bool = False) -> None:
+    """Give a shard its gradient; if it has hooks and ``more_come``, only once these are there."""
+    shard, fqn, waiting = gathered.shards[index], gathered.params[index].fqn, gathered.unit.accumulation.held.for_hooks
+    if fqn in waiting:
+        local = _sum(waiting.pop(fqn), local, gathered.asks_for_any_dtype(index))
+    if more_come and any(autograd.hooks_of(shard)):
+        waiting[fqn] = local
+    elif autograd.tensor_hooks(shard):
+        give_through_hooks(fqn, shard, local)
     else:
         give(shard, local)
 
@@ -205,7 +210,12 @@ class Traffic:
         self._reductions: deque[Reduction] = deque()
 
     def reduce(
-        self, gathered: Gathered, grads: Mapping[int, Tensor], cap: int, begun: Reduction | None = None
+        self,
+        gathered: Gathered,
+        grads: Mapping[int, Tensor],
+        cap: int,
+        begun: Reduction | None = None,
+        more_come: bool = False,
     ) -> Reduction:
         """Add to the reduction that was ``begun``, if none came after it; else start one, once ``cap`` allows it.
 
@@ -223,6 +233,7 @@ class Traffic:
             if not oldest.replicates:
                 self._reductions.popleft().complete()
         self._reductions.append(Reduction(gathered, grads))
+        self._reductions[-1].more_come = more_come
         return self._reductions[-1]
 
     def finish(self) -> None:

@@ -315,6 +315,12 @@ class Iteration:
                 if not call.region or earlier.region != call.region:
                     break
 
+    def awaits_others(self, call: Call) -> bool:
+        """Whether other uses of the call's unit await their backward, which may be this one or a later one."""
+        known = (reference() for reference in self._calls)
+        others = (one for one in known if one is not None and one is not call and one.run is call.run)
+        return any(one.left_in is None for one in others)
+
     def forget_raised(self) -> None:
         """Forget nested backwards that raised: autograd has dropped the callbacks for their ends."""
         self.tasks = {task: end for task, end in self.tasks.items() if end() is not None}
