@@ -56,7 +56,7 @@ class ReadTwice(Block):
 
 
 class InARow(Stack):
-    """Calls its only layer three times, which are one use of it."""
+    """A stack whose only layer is called three times in a row; the three calls are one use of it."""
 
     def __init__(self) -> None:
         super().__init__(1, tied=True, block=ReadTwice)

@@ -120,8 +120,9 @@ def _reduce_buckets(recording: Recording) -> None:
         grads = with_pending(gathered, grads, only=bucket)
         recording.delivered.update(grads)
         if grads:
-            begun, more_come = recording.reduction, _more_come_for_hooks(call, grads)
-            recording.reduction = iteration.traffic.reduce(gathered, grads, iteration.max_reductions, begun, more_come)
+            begun = recording.reduction
+            recording.reduction = iteration.traffic.reduce(gathered, grads, iteration.max_reductions, begun)
+            recording.reduction.more_come |= _more_come_for_hooks(call, grads)
 
 
 def complete(recording: Recording) -> None:
@@ -169,7 +170,8 @@ def _reduce(
                 grads[index] = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=unit.mesh.device)
     run.reduced_in = autograd.backward_task()
     if grads or (accumulation.held.partials and accumulation.all_reduce):
-        run.iteration.traffic.reduce(gathered, grads, run.iteration.max_reductions, begun, more_come)
+        reduction = run.iteration.traffic.reduce(gathered, grads, run.iteration.max_reductions, begun)
+        reduction.more_come |= more_come
 
 
 def _reduce_asked_for(run: Running, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:

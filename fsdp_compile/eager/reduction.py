@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import autograd
-from ..core.grads import give, give_through_hooks
+from ..core.grads import brought_to, give, give_through_hooks
 from ..core.unit import Unit
 from ..passes import ParamSpec
 from ..passes.schedule.buckets import reduce_buckets
@@ -191,10 +191,11 @@ def _over_replicas_alone(spec: ParamSpec) -> ParamSpec:
 
 
 def deliver(gathered: Gathered, index: int, local: Tensor, more_come: bool = False) -> None:
-    """Give a shard its gradient; if it has hooks and ``more_come``, only once these are there."""
+    """Give a shard its gradient; if it has hooks and ``more_come``, only when those of the other uses are there."""
     shard, fqn, waiting = gathered.shards[index], gathered.params[index].fqn, gathered.unit.accumulation.held.for_hooks
     if fqn in waiting:
-        local = _sum(waiting.pop(fqn), local, gathered.asks_for_any_dtype(index))
+        before, local = (brought_to(shard, one, read_at_once=True) for one in (waiting.pop(fqn), local))
+        local = _sum(before, local, gathered.asks_for_any_dtype(index))
     if more_come and any(autograd.hooks_of(shard)):
         waiting[fqn] = local
     elif autograd.tensor_hooks(shard):
@@ -210,12 +211,7 @@ class Traffic:
         self._reductions: deque[Reduction] = deque()
 
     def reduce(
-        self,
-        gathered: Gathered,
-        grads: Mapping[int, Tensor],
-        cap: int,
-        begun: Reduction | None = None,
-        more_come: bool = False,
+        self, gathered: Gathered, grads: Mapping[int, Tensor], cap: int, begun: Reduction | None = None
     ) -> Reduction:
         """Add to the reduction that was ``begun``, if none came after it; else start one, once ``cap`` allows it.
 
@@ -233,7 +229,6 @@ class Traffic:
             if not oldest.replicates:
                 self._reductions.popleft().complete()
         self._reductions.append(Reduction(gathered, grads))
-        self._reductions[-1].more_come = more_come
         return self._reductions[-1]
 
     def finish(self) -> None:

@@ -278,7 +278,7 @@ class Iteration:
             call.gathered.free()
 
     def end_forward(self) -> None:
-        """End the outermost forward, and calls of which some modules have not run; free what no backward awaits."""
+        """End the outermost forward and its unfinished calls, and free the parameters that no backward awaits."""
         self._last_forward, self._this_forward = self._this_forward, []
         runs = list(dict.fromkeys(visit.run for visit in self._last_forward))
         for run in runs:

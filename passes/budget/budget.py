@@ -169,7 +169,7 @@ def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Plan:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Keep Python from looking for cycles again and again among the nodes of a large graph, which all live on."""
+    """Switch the garbage collector off in a block: each collection would visit all nodes of the large graphs."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
