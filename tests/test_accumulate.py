@@ -56,7 +56,7 @@ class ReadTwice(Block):
 
 
 class InARow(Stack):
-    """Calls its only layer three times, which are one use of it."""
+    """A stack whose only layer is called three times in a row; the three calls are one use of it."""
 
     def __init__(self) -> None:
         super().__init__(1, tied=True, block=ReadTwice)
@@ -201,6 +201,25 @@ def test_what_is_held_back_is_reduced_once_whatever_comes_between(path: str) -> 
     for micro in range(3):
         reference_backward(unsharded, batches(micro))
     assert_same_and_clear(model, unsharded)
+
+
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+@on_two_ranks
+def test_gradients_that_are_asked_for_by_name_are_held_back_too(path: str) -> None:
+    """``backward(inputs=...)`` holds back what it names and nothing else; ``autograd.grad`` returns the reduced ones."""
+    unsharded, model = pair(make=small)
+    run = compiled(model, path)
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        ours, theirs = local_loss(run, micro), torch.stack([loss_of(unsharded(one)) for one in batches(micro)]).mean()
+        for loss, one in ((ours, model), (theirs, unsharded)):
+            loss.backward(inputs=[one.embed.weight, one.layers[0].up.weight, one.head.weight][: 3 - micro])
+    assert_same_and_clear(model, unsharded)
+    model.set_requires_gradient_sync(False)
+    weights = [[one.layers[0].up.weight, one.head.weight] for one in (model, unsharded)]
+    loss = torch.stack([loss_of(unsharded(one)) for one in batches(0)]).mean()
+    for ours, theirs in zip(*map(torch.autograd.grad, (local_loss(run, 0), loss), weights)):
+        torch.testing.assert_close(ours.full_tensor(), theirs, atol=1e-6, rtol=1e-4)
 
 
 @on_four_ranks

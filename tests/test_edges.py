@@ -21,12 +21,13 @@ from tests.comparing import (
     batches,
     full,
     local_loss,
+    loss_of,
     mine,
     reference_backward,
     train_and_compare,
 )
 from tests.compiling import compiled, num_graphs
-from tests.models import Stack, mesh_of, pair
+from tests.models import Again, Stack, mesh_of, pair
 from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import Wire
@@ -480,3 +481,21 @@ def test_a_hook_that_raises_leaves_nothing_for_the_next_step() -> None:
     loss.backward()
     reference_backward(unsharded, batches(1))
     assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_hooks_of_a_shard_run_once_for_all_uses_in_a_backward(path: str) -> None:
+    """Its unit is called twice in each of two forwards, with another unit between."""
+    unsharded, model = pair(make=Again)
+    run, ran, largest = compiled(model, path), [], 1e-3
+    for one in (model, unsharded):
+        weight = one.layers[0].up.weight
+        weight.register_hook(lambda grad: grad.clamp(-largest, largest))
+        weight.register_post_accumulate_grad_hook(ran.append)
+    for step in range(2):
+        (local_loss(run, step) + local_loss(run, step + 5)).backward()
+        losses = [loss_of(unsharded(batch)) for batch in (*batches(step), *batches(step + 5))]
+        (torch.stack(losses).sum() / 2).backward()
+        assert_same_grads(model, unsharded)
+    assert len(ran) == 4 and full(model.layers[0].up.weight.grad).abs().max() == 2 * largest

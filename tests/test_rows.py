@@ -1,4 +1,4 @@
-"""Every test exists that ROWS.md and ROWS_FSDP1.md name. These tables list the tests of each behaviour of FSDP."""
+"""Each test that ROWS.md and ROWS_FSDP1.md name exists. These tables list the tests of each behaviour of FSDP."""
 
 from __future__ import annotations
 

@@ -27,6 +27,8 @@ class Held:
 
     pending: dict[str, Tensor] = field(default_factory=dict)  # full gradients
     partials: dict[str, Tensor] = field(default_factory=dict)  # summed over the shards, not yet over the replicas
+    # Reduced, of shards with hooks, which run when the gradients of all uses in a backward are summed.
+    for_hooks: dict[str, Tensor] = field(default_factory=dict)
     begun: set[str] = field(default_factory=set)  # FQNs with gradients of the running backward alone
     grown: set[str] = field(default_factory=set)  # FQNs with gradients of earlier backwards, too
 
@@ -51,6 +53,7 @@ class Held:
         for fqn in self.begun:
             self.pending.pop(fqn, None)
             self.partials.pop(fqn, None)
+        self.for_hooks.clear()
         grown = set(self.grown)
         self.end_backward()
         return grown

@@ -23,7 +23,7 @@ from ..core.grads import brought_to, is_asked_for
 from ..core.unit import Unit
 from ..passes.wire import streams
 from .gathered import Gathered
-from .reduction import Reduction, hold_back, with_pending
+from .reduction import Reduction, deliver, hold_back, with_pending
 from .running import Call, Recording, Running, recover, running
 from .trace import span
 
@@ -122,6 +122,7 @@ def _reduce_buckets(recording: Recording) -> None:
         if grads:
             begun = recording.reduction
             recording.reduction = iteration.traffic.reduce(gathered, grads, iteration.max_reductions, begun)
+            recording.reduction.more_come |= _more_come_for_hooks(call, grads)
 
 
 def complete(recording: Recording) -> None:
@@ -135,7 +136,13 @@ def complete(recording: Recording) -> None:
     call.gathered.unalias(grads)
     if not (call.ends_at_inputs or call.read_frozen):
         leave_backward(call)
-    _reduce(run, call.gathered, grads, delivered, begun)
+    _reduce(run, call.gathered, grads, delivered, begun, _more_come_for_hooks(call, grads))
+
+
+def _more_come_for_hooks(call: Call, grads: Collection[int]) -> bool:
+    """Whether some of these gradients have hooks to wait for, and other uses of the unit may add to them."""
+    has_hooks = any(any(autograd.hooks_of(call.gathered.shards[index])) for index in grads)
+    return has_hooks and call.run.iteration.awaits_others(call)
 
 
 def _reduce(
@@ -144,6 +151,7 @@ def _reduce(
     grads: dict[int, Tensor],
     delivered: Collection[int] = (),
     begun: Reduction | None = None,
+    more_come: bool = False,
 ) -> None:
     """Reduce gradients, or hold them back.
 
@@ -162,7 +170,8 @@ def _reduce(
                 grads[index] = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=unit.mesh.device)
     run.reduced_in = autograd.backward_task()
     if grads or (accumulation.held.partials and accumulation.all_reduce):
-        run.iteration.traffic.reduce(gathered, grads, run.iteration.max_reductions, begun)
+        reduction = run.iteration.traffic.reduce(gathered, grads, run.iteration.max_reductions, begun)
+        reduction.more_come |= more_come
 
 
 def _reduce_asked_for(run: Running, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:
@@ -242,6 +251,10 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     if is_last:
         with span("end_backward", root):
             iteration.traffic.finish()
+        for run in iteration.touched:
+            for fqn in [*run.unit.accumulation.held.for_hooks]:  # their other uses had no part in this backward
+                gathered = run.current()
+                deliver(gathered, gathered.index[fqn], run.unit.accumulation.held.for_hooks.pop(fqn))
     for run in iteration.touched:
         run.unit.accumulation.end_backward(is_last)
     if is_last and not iteration.creates_graph:

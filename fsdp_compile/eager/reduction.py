@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import autograd
-from ..core.grads import give, give_through_hooks
+from ..core.grads import brought_to, give, give_through_hooks
 from ..core.unit import Unit
 from ..passes import ParamSpec
 from ..passes.schedule.buckets import reduce_buckets
@@ -73,6 +73,7 @@ class Reduction:
         self._fqns = {gathered.params[index].fqn for index in grads} if alone else None
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
         self.has_advanced = False
+        self.more_come = False  # from other uses of the unit, in this backward
         # What launches the next reduction, and so waits for this one, may run on another stream.
         self._stream = streams.accelerator.current(gathered.unit.mesh.device)
         accumulation = gathered.unit.accumulation
@@ -132,7 +133,7 @@ class Reduction:
     def complete(self) -> None:
         """Wait, and give the shards their gradients."""
         for index, local in self.finish().items():
-            deliver(self.gathered, index, local)
+            deliver(self.gathered, index, local, self.more_come)
 
     def _spec(self, spec: ParamSpec) -> ParamSpec:
         twin = self.gathered.unit.settings.reduce_groups.get(spec.group)
@@ -189,11 +190,16 @@ def _over_replicas_alone(spec: ParamSpec) -> ParamSpec:
     return dataclasses.replace(spec, size=spec.local_size, num_shards=1, predivide=1.0)
 
 
-def deliver(gathered: Gathered, index: int, local: Tensor) -> None:
-    """Give a shard its gradient."""
-    shard = gathered.shards[index]
-    if autograd.tensor_hooks(shard):
-        give_through_hooks(gathered.params[index].fqn, shard, local)
+def deliver(gathered: Gathered, index: int, local: Tensor, more_come: bool = False) -> None:
+    """Give a shard its gradient; if it has hooks and ``more_come``, only when those of the other uses are there."""
+    shard, fqn, waiting = gathered.shards[index], gathered.params[index].fqn, gathered.unit.accumulation.held.for_hooks
+    if fqn in waiting:
+        before, local = (brought_to(shard, one, read_at_once=True) for one in (waiting.pop(fqn), local))
+        local = _sum(before, local, gathered.asks_for_any_dtype(index))
+    if more_come and any(autograd.hooks_of(shard)):
+        waiting[fqn] = local
+    elif autograd.tensor_hooks(shard):
+        give_through_hooks(fqn, shard, local)
     else:
         give(shard, local)
 

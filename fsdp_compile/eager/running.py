@@ -278,7 +278,7 @@ class Iteration:
             call.gathered.free()
 
     def end_forward(self) -> None:
-        """End the outermost forward, and calls of which some modules have not run; free what no backward awaits."""
+        """End the outermost forward and its unfinished calls, and free the parameters that no backward awaits."""
         self._last_forward, self._this_forward = self._this_forward, []
         runs = list(dict.fromkeys(visit.run for visit in self._last_forward))
         for run in runs:
@@ -314,6 +314,12 @@ class Iteration:
                 yield earlier
                 if not call.region or earlier.region != call.region:
                     break
+
+    def awaits_others(self, call: Call) -> bool:
+        """Whether other uses of the call's unit await their backward, which may be this one or a later one."""
+        known = (reference() for reference in self._calls)
+        others = (one for one in known if one is not None and one is not call and one.run is call.run)
+        return any(one.left_in is None for one in others)
 
     def forget_raised(self) -> None:
         """Forget nested backwards that raised: autograd has dropped the callbacks for their ends."""

@@ -2,9 +2,9 @@
 
     mode                 the marker takes beside the shard (an edge: in its place)
     reduce               its edge, which gives the shard its gradient
-    hold                 a leaf of the full size: it gets the full gradient, which waits in ``held.pending``
+    hold                 a tensor of the full size: it gets the full gradient, which waits in ``held.pending`` (held.py)
     resume               its edge, and a ticket: when backward runs, the ticket's holder adds what is pending
-    resume_over_shards   a ticket, and a leaf of the shard's size: the gradient that it gets waits in ``held.partials``
+    resume_over_shards   a ticket, and a tensor of the shard's size: what it gets waits in ``held.partials``
 
     forward      shards --_Edges--> edges, made once      graph(edges) -> output
     backward     output -> graph -> plain gradients of the edges -> _Edges' backward -> the shards'
@@ -23,7 +23,6 @@ leads to, also of those that got no gradient. Our node keeps autograd from runni
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -38,12 +37,9 @@ from ..core.grads import LateHooks
 from ..core.param import ShardedParam
 from ..core.spec import spec_key, spec_of
 from ..core.unit import Unit
-from ..passes.ir.markers import ticket_holders
+from . import held
 
 Hook = Callable[[Tensor], None]
-Look = tuple[tuple[int, ...], torch.dtype, torch.device]
-
-_numbers = itertools.count()
 
 
 class Sink:
@@ -52,7 +48,7 @@ class Sink:
     def __init__(self, unit: Unit, param: ShardedParam) -> None:
         self.param = param
         self.watch = unit.watch
-        self.arrives_as: Look | None = None  # size, dtype and device of the local gradient
+        self.arrives_as: held.Look | None = None  # size, dtype and device of the local gradient
         # Takes an edge's place under compiled autograd; and an edge that is not the local tensor is made of it.
         self.leaf: Tensor | None = None
         self.full: Tensor | None = None  # gets gradients that wait to be reduced
@@ -76,16 +72,17 @@ class Sink:
                 self.arrives_as, self.leaf, self.edge_of = arrives_as, None, None
         spec, dtype = self.spec, self.spec.reduce_dtype
         if mode == "hold":
-            self.full = _leaf(self.full, spec.size, dtype, device, lambda: _holder(unit, spec.fqn, False))
+            self.full = held.holding(unit, self.param, self.full, (spec.size, dtype, device), is_partial=False)
         elif mode == "resume_over_shards":
-            self.partial = _leaf(self.partial, spec.local_size, dtype, device, lambda: _holder(unit, spec.fqn, True))
+            look = spec.local_size, dtype, device
+            self.partial = held.holding(unit, self.param, self.partial, look, is_partial=True)
         if mode.startswith("resume") and self.ticket is None:
-            self.ticket = _ticket(unit, self.param)
+            self.ticket = held.ticket(unit, self.param)
 
     @property
     def can_train(self) -> bool:
         """Whether autograd supports gradients of the dtype."""
-        return self.arrives_as is not None and _has_gradients(self.arrives_as[1])
+        return self.arrives_as is not None and held.has_gradients(self.arrives_as[1])
 
     def have_leaf(self) -> Tensor | None:
         """Return the leaf. It is made here, since few graphs ask for one."""
@@ -96,6 +93,8 @@ class Sink:
 
     def have_edge(self, edge: Tensor | None) -> None:
         """Put an edge where compiled reads take it from."""
+        if edge is not self.edge:
+            self.full = self.partial = None  # they lead to the edge before
         self.edge, self.edge_of = edge, None if edge is None else self.param.version
         self.param.put_beside("edge", edge)
 
@@ -158,6 +157,7 @@ def arrange_edges(unit: Unit, only: Sequence[ShardedParam] | None = None) -> Non
         sink: Sink = param.sink
         if not sink.can_train or not (isinstance(param.shard, DTensor) and param.shard.is_leaf):
             sink.have_edge(None)
+            sink.prepare(unit)
         elif only is not None and sink.is_current:
             sink.have_edge(sink.edge)  # a slot that was added may lack it
         elif param.shard.requires_grad and not param.shard.is_inference():
@@ -204,6 +204,7 @@ def _make_edges(unit: Unit, sinks: Sequence[Sink], is_part: bool = False) -> Non
     node.is_part = is_part
     for sink, edge in zip(sinks, edges, strict=True):
         sink.have_edge(edge)
+        sink.prepare(unit)
 
 
 def _look_of(sink: Sink) -> Tensor:
@@ -278,7 +279,7 @@ def _join_at_end(unit: Unit) -> None:
         autograd.at_end_of_backward(functools.partial(arrange_edges, unit))
 
 
-# --- leaves and tickets -----------------------------------------------------------------------------------------
+# --- leaves -----------------------------------------------------------------------------------------------------
 
 
 def _leaf(
@@ -287,16 +288,12 @@ def _leaf(
     """Return a leaf, one expanded zero, that gives its gradient to a hook; None for a dtype without gradients."""
     if known is not None and (tuple(known.shape), known.dtype, known.device) == (size, dtype, device):
         return known
-    if not _has_gradients(dtype):
+    if not held.has_gradients(dtype):
         return None
     with torch.inference_mode(False):
         leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
     leaf.register_post_accumulate_grad_hook(hook())
     return leaf
-
-
-def _has_gradients(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _giver(param: ShardedParam) -> Hook:
@@ -328,69 +325,6 @@ def _giver(param: ShardedParam) -> Hook:
 
     dynamo.leave_all_to_python(take)
     return take
-
-
-def _holder(unit: Unit, fqn: str, partial: bool) -> Hook:
-    owner = weakref.ref(unit)
-
-    @torch.compiler.disable(reason=f"the gradient of {fqn} is held back")
-    def hold(leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        unit = owner()
-        if unit is None or grad is None:
-            return
-        in_one_graph = autograd.in_compiled_autograd()
-        if not in_one_graph:
-            unit.ends.at_end(unit)  # first: it drops what a backward that raised held back
-        held = unit.accumulation.held
-        waiting = held.partials if partial else held.pending
-        held.note(fqn, fqn in waiting)
-        with torch.no_grad():
-            if fqn in waiting:
-                waiting[fqn].add_(grad)
-            else:
-                waiting[fqn] = grad.contiguous()
-        if in_one_graph:
-            unit.ends.now(unit)
-
-    return hold
-
-
-def _ticket(unit: Unit, param: ShardedParam) -> Tensor:
-    number, fqn = next(_numbers), param.fqn
-    owner, of = weakref.ref(unit), weakref.ref(param)
-
-    def take(grad: Tensor) -> Tensor:
-        unit = owner()
-        if unit is not None:
-            unit.ends.at_end(unit)
-            held = None if _is_asked_for(of()) else _held_back(unit, fqn)
-            if held is not None:
-                return held.add_(grad)
-        return grad.clone(memory_format=torch.contiguous_format)
-
-    ticket_holders[number] = take
-    weakref.finalize(unit, ticket_holders.pop, number, None)
-    return torch.tensor(number, device="cpu")  # read in backward, where a copy from a GPU would wait
-
-
-def _is_asked_for(param: ShardedParam | None) -> bool:
-    """Whether ``autograd.grad`` returns the gradient, so that its caller gets that of this backward alone."""
-    node = None if param is None or param.sink is None else param.sink.node
-    if param is None or node is None or not autograd.backward_has_an_end():  # in a graph autograd runs no node
-        return False
-    shard: Any = param.shard
-    leaf = node.leaf_of.get(id(shard))
-    return leaf is not None and grads.is_asked_for(shard, leaf)
-
-
-def _held_back(unit: Unit, fqn: str) -> Tensor | None:
-    """Return the gradient that waits, to be added to one that is about to be reduced; None without one."""
-    accumulation = unit.accumulation
-    if accumulation.sync:
-        unit.ends.note_reduction(unit)
-        return accumulation.held.take(fqn) if fqn in accumulation.held.pending else None
-    return None
 
 
 def _note_reduced(unit: Unit | None) -> None:

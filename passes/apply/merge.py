@@ -112,7 +112,7 @@ def _terms_of(total: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _what_it_reduces(term: fx.Node) -> tuple[object, ...] | None:
-    """Return what reductions that may be one have in common: parameter, use, phase and ticket. None for other terms."""
+    """Return what two reductions share that may become one: parameter, use, phase and ticket. None for other terms."""
     if term.target is not markers.reduce_grad or len(term.users) != 1:
         return None
     return repr(sorted(term.kwargs.items())), phase_of(term), _ticket(term.args[0])

@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -159,7 +161,8 @@ def searched(
         found = budget_bytes(held_bytes)
         return found
 
-    best, lost = choose(graph, allowed, profile, may=may, periods=periods)
+    with _without_collections():
+        best, lost = choose(graph, allowed, profile, may=may, periods=periods)
     choice = Choice(found, profile.name, 0, best.as_candidate(), tuple(one.as_candidate() for one in lost))
     return Plan(
         "joint",
@@ -170,6 +173,18 @@ def searched(
         offload=tuple(sorted(best.figures.offloaded)),
         choice=choice,
     )
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Switch the garbage collector off in a block: each collection would visit all nodes of the large graphs."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def device_of(graph: fx.Graph) -> torch.device:

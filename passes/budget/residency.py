@@ -18,6 +18,7 @@ the lowest peak if none fits.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -231,6 +232,7 @@ class _Search:
         try:
             few = self._sketches[bool(recomputed)].figures(of_few, more) if sketch else None
             if few is None and cut:
+                gc.collect()  # graphs are cycles: the trials before this one would stay in memory
                 its = recomputed, sliced, decision.lookahead, offloaded
                 trial = trial_of(self._periods.graph, kept, self._profile, self._groups, False, *its)
                 few = Figures.of(trial, self._periods, more)

@@ -149,7 +149,7 @@ def cases(
         policy=draw(st.sampled_from(["", "", "float32", "reduce", "bfloat16"])),
         second_dim=draw(st.sampled_from([False, False, True])),
         adam=draw(st.booleans()),
-        once=draw(st.sampled_from([False, False, True])),
+        once=draw(st.sampled_from([False, False, True])) and (reshard is None or isinstance(reshard, bool)),
         offload=draw(st.sampled_from([False, False, False, True])),
     )
     return for_any_mix(case) if mixed else case
