@@ -18,11 +18,13 @@ from fsdp_compile import configure, inspect
 from fsdp_compile._torch_compat.process_groups import pretended_world
 from fsdp_compile.passes import Plan
 from fsdp_compile.passes.budget.residency import MAY, choose, told_to_keep
-from fsdp_compile.passes.budget.trial import Figures, trial_of
+from fsdp_compile.passes.budget.trial import Figures, Trial, trial_of
+from fsdp_compile.passes.cost.fusion import is_pointwise
 from fsdp_compile.passes.cost.memory import saved_by, taken_as
 from fsdp_compile.passes.cost.roofline import is_product
 from fsdp_compile.passes.ir.meta import OFFLOADED, ROLE
 from fsdp_compile.passes.ir.provenance import settle_names
+from fsdp_compile.passes.schedule.activations import matrices_of
 from fsdp_compile.passes.wire import streams
 from fsdp_compile.passes.wire.collectives import is_launch, is_wait
 from fsdp_compile.passes.wire.copies import is_copy
@@ -263,10 +265,10 @@ def test_a_name_that_is_no_matrix_is_refused() -> None:
 # --- within a budget -------------------------------------------------------------------------------------------------
 
 
-def _joint() -> fx.Graph:
-    """Of a model with four blocks, as a search gets it."""
+def _joint(model: nn.Module | None = None, batch: Tensor = TOKENS, backend: str = "passes") -> fx.Graph:
+    """Of a model, else one with four blocks, as a search gets it."""
     with recorded() as records:
-        planned(shard(Stack(4, dim=32, block=EvenBlock)), TOKENS, "passes")
+        planned(model or shard(Stack(4, dim=32, block=EvenBlock)), batch, backend)
     joint: fx.Graph = records[0].snapshots[3]
     settle_names(joint)
     return joint
@@ -285,6 +287,26 @@ def test_a_budget_below_what_computing_again_can_do_is_met_by_the_host() -> None
     assert all(one.figures.seconds >= found.seconds for one in lost if one.figures.peak_bytes < least.peak_bytes)
     trial = trial_of(joint, found.kept, TOY, None, False, found.recomputed, (), found.lookahead, found.offloaded)
     assert Figures.of(trial) == found
+
+
+class _WithLoss(Stack):
+    """Cross entropy's gradient reads the logits, and each row's maximum and sum."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens).flatten(0, -2)
+        return nn.functional.cross_entropy(logits.float(), tokens.flatten())
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_backward_still_computes_what_it_does_without_copies() -> None:
+    joint = _joint(shard(_WithLoss(2, dim=32, block=EvenBlock).bfloat16()), TOKENS.repeat(8, 1), "decomposed")
+    kept, away = (trial_of(joint, (), TOY, offload=names) for names in ((), {one.fqn for one in matrices_of(joint).values()}))
+
+    def computed(trial: Trial) -> set[str]:
+        return {node.name for node in trial.backward.graph.nodes if is_pointwise(node)}
+
+    assert len(away.offloaded) > 4 and computed(kept) <= computed(away)
+    assert away.peak_bytes < kept.peak_bytes
 
 
 def test_without_the_word_nothing_changes_and_with_room_nothing_leaves() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import autograd
+from .._torch_compat import autograd, dynamo
 from ..core import grads
 from ..core.param import ShardedParam
 from ..core.unit import Unit
@@ -59,6 +59,9 @@ class _Held(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
         return None, ctx.hold(grad)
+
+
+dynamo.leave_all_to_python(_Held.backward)
 
 
 def _holder(unit: Unit, param: ShardedParam, is_partial: bool) -> Callable[[Tensor], Tensor | None]:

@@ -9,8 +9,9 @@
 
 The partitioner has to save ``h``, and backward has to make ``v`` of it, so whatever backward computes again is computed
 of ``v``. In forward ``v`` is ``u``. The pass copies what forward would save otherwise, which a cut of a copy of the
-graph tells. It does not copy what forward returns, since the caller holds that in any case, nor what inputs and
-parameters bring, nor what is small. ``overlap`` moves the copies.
+graph tells. Whatever backward computes in that cut, it has to compute in the next: the partitioner takes a copy for a
+reason to save what was computed beside it. The pass does not copy what forward returns, since the caller holds that in
+any case, nor what inputs and parameters bring, nor what is small. ``overlap`` moves the copies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
 from ..cost.memory import ACTIVATION, OTHER, kinds_of, results_of
-from ..ir.aliases import Storage, hint, is_view, storages_of
+from ..ir.aliases import Storage, hint, is_view, storages_of, tensors_of
 from ..ir.meta import OFFLOADED, ROLE, Role, tag
 from ..ir.nodes import closure, emit, tangents_of
 from ..ir.plan import Plan
@@ -49,7 +50,10 @@ def send_away(graph: fx.Graph, matrices: Mapping[fx.Node, Marker]) -> int:
         return 0
     of_backward = closure(tangents_of(graph), lambda node: node.users)
     sent = 0
-    for node in saved_activations(graph):
+    saved, again = _cut_as_it_is(graph)
+    for node in again:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    for node in saved:
         if node not in matrices:
             continue
         matrix, value = matrices[node], node.meta["val"]
@@ -72,15 +76,18 @@ def send_away(graph: fx.Graph, matrices: Mapping[fx.Node, Marker]) -> int:
     return sent
 
 
-def saved_activations(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of a tagged joint graph that forward computes, and holds for nobody but backward."""
+def _cut_as_it_is(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return what forward would hold for nobody but backward, and what backward would compute that forward could."""
     num_results = num_forward_results(graph)
-    forward, _ = compat.cut(copy.deepcopy(graph), graph.owning_module, num_results)
+    of_backward = closure(tangents_of(graph), lambda node: node.users)
+    forward, backward = compat.cut(copy.deepcopy(graph), graph.owning_module, num_results)
     storages, may_leave = storages_of(forward), those_that_may_leave(forward, num_results)
     saved = [storages[one] for one in results_of(forward)[num_results:] if isinstance(one, fx.Node)]
     by_name = {node.name: node for node in graph.nodes}
     found = [_with_tensor(by_name[one.node.name], one.place) for these in saved for one in these if one in may_leave]
-    return [*dict.fromkeys(one for one in found if one is not None)]
+    computed = (by_name.get(node.name) for node in backward.nodes if node.op == "call_function" and tensors_of(node))
+    again = [one for one in computed if one is not None and one not in of_backward]
+    return [*dict.fromkeys(one for one in found if one is not None)], again
 
 
 def those_that_may_leave(forward: fx.Graph, num_results: int) -> set[Storage]:
