@@ -156,8 +156,8 @@ class Sketch:
         return figures_of(
             dataclasses.replace(decision, offloaded=frozenset(self.leaving[node] for node in away)),
             (before, then),
-            {one.node.name: one.num_bytes for one in sent.bound},
-            {one.node.name: one.num_bytes for one in stays},
+            [(one.node.name, one.num_bytes) for one in sent.bound],
+            [(one.node.name, one.num_bytes) for one in stays],
             self._periods,
             blocks,
         )

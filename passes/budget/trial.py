@@ -21,7 +21,7 @@ checkpointing recomputes it. The graph is weighed without fusion, so that each o
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -134,27 +134,27 @@ class Figures(Decision):
         """Return the figures of a trial of all periods, or of few and so many more in ``blocks``."""
         periods = periods or Periods(trial.forward.graph)
         sent = trial.forward.graph.find_nodes(op="call_function", target=launch_to_host)
-        sent_bytes = {base_of(one.all_input_nodes[0]).name: sum(map(tensor_bytes, tensors_of(one))) for one in sent}
+        sent_bytes = [(base_of(one.all_input_nodes[0]).name, sum(map(tensor_bytes, tensors_of(one)))) for one in sent]
         took = Decision(trial.kept, trial.recomputed, trial.sliced, trial.offloaded, trial.plan.lookahead)
-        return figures_of(took, trial.halves(periods), sent_bytes, trial.weight.stays, periods, blocks)
+        return figures_of(took, trial.halves(periods), sent_bytes, trial.weight.stays.items(), periods, blocks)
 
 
 def figures_of(
     decision: Decision,
     halves: tuple[Half, Half],
-    sent_bytes: Mapping[str, int],
-    stay_bytes: Mapping[str, int],
+    sent_bytes: Iterable[tuple[str, int]],
+    stay_bytes: Iterable[tuple[str, int]],
     periods: Periods,
     blocks: Blocks,
 ) -> Figures:
     """Return the figures of a step with so many more periods in ``blocks``; Unsettled where few do not tell them.
 
-    Both tables are by the nodes of forward: what is sent to the host, and what stays for later steps.
+    What is sent to the host and what stays for later steps are listed by the nodes of forward.
     """
     more = settled(halves[0], blocks), settled(halves[1], blocks)
     others = {name: more[0].get(turn, 0) for name, turn in periods.forward.items()}
     held_bytes = sum(blocks.values()) * periods.held_bytes
-    held_bytes += sum(num_bytes * others.get(name, 0) for name, num_bytes in stay_bytes.items())
+    held_bytes += sum(num_bytes * others.get(name, 0) for name, num_bytes in stay_bytes)
     longer = lengthened(halves, more, (held_bytes,))
     if longer[1].left()[0] - halves[1].left()[0] != sum(blocks.values()) * periods.left_bytes:
         raise Unsettled  # a node of some period counts for none
@@ -168,7 +168,7 @@ def figures_of(
         peak_bytes=max(sum(peak(half)) for half in longer),
         seconds=sum(its.total_s for its in timelines),
         exposed_s=sum(its.exposed_s for its in timelines),
-        offloaded_bytes=sum(num_bytes * (1 + others.get(name, 0)) for name, num_bytes in sent_bytes.items()),
+        offloaded_bytes=sum(num_bytes * (1 + others.get(name, 0)) for name, num_bytes in sent_bytes),
         copied_s=sum(one.seconds for one in copies if one.group in (TO_HOST, TO_DEVICE)),
     )
 
