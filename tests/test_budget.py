@@ -21,8 +21,9 @@ from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_wi
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import Budget, Group, Plan
 from fsdp_compile.passes.budget.budget import default_profile
-from fsdp_compile.passes.budget.residency import AGAIN, KEPT, choose
+from fsdp_compile.passes.budget.residency import AGAIN, KEPT, choose, keepable
 from fsdp_compile.passes.budget.trial import trial_of
+from fsdp_compile.passes.ir.aliases import tensor_bytes
 from fsdp_compile.passes.ir.plan import Candidate, Choice
 from fsdp_compile.passes.ir.provenance import settle_names
 from fsdp_compile.passes.ranks import agree
@@ -35,7 +36,7 @@ from tests.comparing import assert_same_grads
 from tests.compiling import passes
 from tests.models import Apart, Stack, pair, shard
 from tests.ranks import Ranks
-from tests.recording import planned, plans_made
+from tests.recording import planned, plans_made, recorded
 from tests.test_cost import TOY
 from tests.test_passes import Builder, spec
 
@@ -87,6 +88,20 @@ def test_a_trial_weighs_the_step_as_it_would_be() -> None:
     assert kept.peak_bytes == (PEAK + 2 * 16) * KIB  # w1 and w2 would not have been there yet
     assert again.forward.timeline.total_s == kept.forward.timeline.total_s and again.seconds > kept.seconds
     assert str(graph) == before
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_backward_begins_with_what_forward_leaves() -> None:
+    """A parameter that stays is a view of a bucket, in which rows are padded, so that each rank has as many."""
+    with recorded() as records:
+        planned(shard(Stack(2)), backend="passes")
+    joint = records[0].snapshots[3]
+    settle_names(joint)
+    kept = keepable(joint, trial_of(joint, (), TOY).plan)
+    trial = trial_of(joint, kept, TOY)
+    inputs = trial.backward.graph.find_nodes(op="placeholder")
+    tangents = sum(tensor_bytes(one.meta["val"]) for one in inputs if one.name.startswith("tangents"))
+    assert kept and trial.weight.forward[-1] == trial.weight.backward[0] - tangents + trial.weight.returned_bytes
 
 
 @pytest.mark.parametrize(

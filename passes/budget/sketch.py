@@ -74,12 +74,16 @@ class Sketch:
         self._bytes_per_s = profile.memory_bytes_per_s * profile.memory_efficiency
         backward = trial.backward
         self._fulls = _by_parameter(backward.graph)
-        # In backward, a weight that is given has memory of its own, whatever it shares when it is gathered.
-        fulls = {node for node in self._fulls.values() if node.op == "call_function"}
-        self._apart = backward.memory.with_apart(fulls)
-        storages = backward.memory.storages
-        pairs = [(node, *both) for node in fulls for both in zip(self._apart.storages[node], storages[node])]
-        self._in_buckets = [(node, own, bucket) for node, own, bucket in pairs if own != bucket]
+        # In backward, a weight that is given has the memory that it had in forward, not that of a gather in backward.
+        storages, self._of_forward = backward.memory.storages, _by_parameter(trial.forward.graph)
+        of_forward = {
+            self._fulls[fqn]: trial.forward.memory.storages[full]
+            for fqn, full in self._of_forward.items()
+            if fqn in self._fulls and self._fulls[fqn].op == "call_function"
+        }
+        self._given = backward.memory.with_given(of_forward)
+        pairs = ((node, zip(self._given.storages[node], storages[node], strict=True)) for node in of_forward)
+        self._gathered = [(node, taken, made) for node, its in pairs for taken, made in its]
         self._by_name = {node.name: node for node in backward.graph.nodes}
         self._events = backward.by_node()
         self._uses = {one.fqn: one for one in trial.uses.again}
@@ -92,7 +96,6 @@ class Sketch:
         names = taken_as(trial.forward.graph, backward.graph, trial.num_results)
         saved = zip(names, of_results[trial.num_results :])
         self._held_for = {self._by_name[name]: these for name, these in saved if name}  # by backward's node
-        self._of_forward = _by_parameter(trial.forward.graph)
         for fqn, full in self._of_forward.items():
             if fqn in self._fulls:
                 self._held_for[self._fulls[fqn]] = storages[full]
@@ -120,6 +123,9 @@ class Sketch:
             return None
         saved = [name for of, names in self._activations.items() if of not in decision.recomputed for name in names]
         given = {self._fulls[fqn] for fqn in kept if fqn in self._fulls}
+        held = {taken for node, taken, _ in self._gathered if node in given}
+        if any(taken in held and node not in given for node, taken, _ in self._gathered):
+            return None  # a bucket of forward is kept in part
         given |= {self._by_name[name] for name in saved if name in self._by_name}
         left_out = {node for node in self._starts if works_for(node, "gather") and node not in roles}
         starts = (node for node in self._starts if node not in left_out and node not in given)
@@ -297,18 +303,18 @@ class Sketch:
         """Return what is alive in backward, without what forward returned and what ``stays``."""
         half = self._trial.backward
         inputs = [node for node in taken if node.op == "placeholder"]
-        given = {node: self._apart.storages[node] for node in taken if node.op != "placeholder"}
-        inside = {own: bucket for node, own, bucket in self._in_buckets if node not in given}
+        given = {node: self._given.storages[node] for node in taken if node.op != "placeholder"}
+        inside = {taken: made for node, taken, made in self._gathered if node not in given}
         callers = {one for node, its in given.items() if self._is_callers(node, stays) for one in its}
         nodes = [*inputs, *order, half.graph.output_node()]
         own = [
             life
-            for life in lives_of(nodes, self._apart, itertools.chain(*given.values()), inside)
+            for life in lives_of(nodes, self._given, itertools.chain(*given.values()), inside)
             if (life.storage.node.op == "call_function" and life.storage not in callers) or life.storage in self._own
         ]
         since: dict[Storage, int] = {}
         for node, place in fetched.items():
-            for one in self._apart.storages[node]:
+            for one in self._given.storages[node]:
                 since[one] = min(len(inputs) + place, since.get(one, len(nodes)))
         own = [dataclasses.replace(one, first=since.get(one.storage, one.first)) for one in own]
         alive = bytes_alive(own, len(nodes))

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..ir import markers
-from ..ir.aliases import HOST, Storage, storages_of, tensors_of
+from ..ir.aliases import HOST, Storage, note_taken, storages_of, tensors_of
 from ..ir.meta import ROLE, SHARED_NAME, works_for
 from ..wire.collectives import is_wait
 from ..wire.copies import is_awaited
@@ -150,6 +150,15 @@ def weigh(forward: GraphMemory, backward: GraphMemory, num_results: int) -> Weig
     )
 
 
+def note_saved(forward: fx.Graph, backward: fx.Graph, num_results: int) -> None:
+    """Have the inputs of backward know the storages that they are of in forward, which comes before its ``weigh``."""
+    storages = storages_of(forward)
+    inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    for name, result in zip(taken_as(forward, backward, num_results), results_of(forward)[num_results:]):
+        if name and isinstance(result, fx.Node):
+            note_taken(inputs[name], storages[result])
+
+
 def saved_by(forward: fx.Graph, backward: fx.Graph) -> int:
     """Return how many results of a forward graph come before what its backward takes."""
     return max(len(results_of(forward)) - len(_saved(backward)), 0)
@@ -259,9 +268,9 @@ class GraphMemory:
         return cls(graph, storages, needed, away, over_inputs)
 
 
-    def with_apart(self, apart: Collection[fx.Node]) -> GraphMemory:
-        """Return the same, but with storages of their own for these nodes."""
-        storages = storages_of(self.graph, apart)
+    def with_given(self, given: Mapping[fx.Node, Sequence[Storage]]) -> GraphMemory:
+        """Return the same, but these calls count as inputs that take storages of forward."""
+        storages = storages_of(self.graph, given)
         needed = {node: tuple(_needed_by(node, storages)) for node in self.graph.nodes}
         return dataclasses.replace(self, storages=storages, needed=needed)
 

@@ -23,7 +23,7 @@ from ..ir.plan import Bucket, Plan, as_size, named
 from ..schedule.reasons import AGAIN, BUDGET, Residency
 from ..wire.collectives import KIND_OF, is_launch, is_wait
 from .events import events_of
-from .memory import GraphMemory, memory_curve, saved_by, weigh
+from .memory import GraphMemory, memory_curve, note_saved, saved_by, weigh
 from .profiles import HardwareProfile
 from .replay import QUEUED, Event, Flight, Timeline, as_ms, simulate
 from .roofline import Groups
@@ -128,10 +128,14 @@ def predict(
     """
     given_up: tuple[str, ...] = ()
     returned_bytes = 0
+    num_results = 0
+    if len(graphs) == 2:
+        (forward, _), (backward, _) = graphs
+        num_results = saved_by(forward, backward)
+        note_saved(forward, backward, num_results)
     memories = [GraphMemory.of(graph) for graph, _ in graphs]
     if len(graphs) == 2:
-        forward, backward = memories
-        weight = weigh(forward, backward, saved_by(forward.graph, backward.graph))
+        weight = weigh(memories[0], memories[1], num_results)
         given_up, peak_bytes, held_bytes = weight.given_up, weight.peak_bytes, weight.held_bytes
         returned_bytes = weight.returned_bytes
     else:

@@ -13,9 +13,10 @@ that share storage were made as views of one another. Whether a reshape copies i
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from .. import _torch_compat as compat
 from ..wire.collectives import is_wait
 from ..wire.copies import is_on_host, wait_for_copies
 from ..wire.ledger import begin
+from .meta import TAKEN
 from .nodes import VIEWS
 
 HOST = "host"
@@ -47,24 +49,28 @@ class Storage:
     device: str  # its type; HOST for what is copied to the host for a while, also if the host computes
 
 
-def storages_of(graph: fx.Graph, apart: Collection[fx.Node] = ()) -> dict[fx.Node, tuple[Storage, ...]]:
+Storages = dict[fx.Node, tuple[Storage, ...]]
+NONE_GIVEN: Mapping[fx.Node, Sequence[Storage]] = {}
+
+
+def storages_of(graph: fx.Graph, given: Mapping[fx.Node, Sequence[Storage]] = NONE_GIVEN) -> Storages:
     """Return the storages behind the tensors of each node's value, in their order; none for a value without tensors.
 
-    The nodes in ``apart`` count as inputs, each with a storage of its own.
+    Calls in ``given`` count as inputs, with these storages of another graph.
     """
-    found: dict[fx.Node, tuple[Storage, ...]] = {}
-    inputs: dict[int, Storage] = {}  # two inputs may share a storage
+    found: Storages = {}
+    inputs: dict[object, Storage] = {}  # two inputs may share a storage
     for node in graph.nodes:
         tensors = tensors_of(node)
         if node.op == "output":
             found[node] = ()
-        elif node in apart:
-            found[node] = tuple(_new(node, place, value) for place, value in enumerate(tensors))
-        elif node.op != "call_function":
+        elif node.op != "call_function" or node in given:
+            taken = _taken_from(given[node]) if node in given else node.meta.get(TAKEN, ())
             # The storage object of a value lives as long as the value does, which is as long as the node.
+            known = taken or [(id(value.untyped_storage()), 0, allocated_bytes(value)) for value in tensors]
             found[node] = tuple(
-                inputs.setdefault(id(value.untyped_storage()), _new(node, place, value))
-                for place, value in enumerate(tensors)
+                inputs.setdefault((name, of), dataclasses.replace(_new(node, place, value), num_bytes=num_bytes))
+                for place, (value, (name, of, num_bytes)) in enumerate(zip(tensors, known, strict=True))
             )
         elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             found[node] = _element(node.args[0], node.args[1], found)
@@ -78,6 +84,15 @@ def storages_of(graph: fx.Graph, apart: Collection[fx.Node] = ()) -> dict[fx.Nod
                 made.extend(shared or (_new(node, place, value),))
             found[node] = tuple(made)
     return found
+
+
+def note_taken(node: fx.Node, storages: Sequence[Storage]) -> None:
+    """Note what an input of backward keeps in memory: a view that forward saved keeps all that it is a view of."""
+    node.meta[TAKEN] = _taken_from(storages)
+
+
+def _taken_from(storages: Iterable[Storage]) -> tuple[tuple[str, int, int], ...]:
+    return tuple((one.node.name, one.place, one.num_bytes) for one in storages)
 
 
 def _new(node: fx.Node, place: int, value: torch.Tensor) -> Storage:

@@ -20,6 +20,8 @@ PARAMETER, GRADIENT_OF = "fsdp_parameter", "fsdp_gradient_of"
 # Of gathered parameters that may stay for later launches, and of their views: not the graph's alone. Their names begin
 # so, too: caches tell a backward that saves one by the names of its inputs.
 SHARED, SHARED_NAME = "fsdp_shared", "shared_"
+# Of backward's inputs that forward saved: the memory that they keep, for each tensor its name, place and bytes.
+TAKEN = "fsdp_taken"
 # Of copies of activations to the host and back: the name of the matrix that they are of, and its unit.
 OFFLOADED = "fsdp_offloaded"
 # Above every id that activation checkpointing hands out: a recomputed node may only feed recomputed nodes of a
