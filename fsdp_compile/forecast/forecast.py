@@ -15,7 +15,6 @@ from ..passes.budget.budget import searched
 from ..passes.budget.periods import FEW, Periods, periods_of
 from ..passes.budget.residency import GATHER, RECOMPUTE
 from ..passes.budget.trial import trial_of
-from ..passes.cost.memory import GraphMemory, saved_by, weigh
 from ..passes.cost.profiles import HardwareProfile
 from ..passes.cost.roofline import node_flops
 from ..passes.cost.steps import Blocks, Bytes, Half, Unsettled, lengthened, peak, plus, replay, settled
@@ -221,10 +220,9 @@ def whole_of(plan: Plan, profile: HardwareProfile, periods: Periods, blocks: Blo
     names = plan.recompute, plan.slices, plan.lookahead, plan.offload
     trial = trial_of(periods.graph, plan.keep, profile, None, False, *names)
     forward, backward = trial.forward.graph, trial.backward.graph
-    weight = weigh(GraphMemory.of(forward), GraphMemory.of(backward), saved_by(forward, backward))
     first = half_of(forward, profile, turns=periods.forward)
-    then = half_of(backward, profile, weight.given_up, kinds_by_name(forward), periods.backward)
-    returned = tuple(weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)
+    then = half_of(backward, profile, trial.weight.given_up, kinds_by_name(forward), periods.backward)
+    returned = tuple(trial.weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)
     # What the caller holds in backward, it held in forward as well, or forward returned it.
     then = dataclasses.replace(then, held=plus(first.held, returned))
     more_held = tuple(sum(blocks.values()) * periods.held_bytes if kind == "shards" else 0 for kind in KINDS)
