@@ -219,15 +219,13 @@ def whole_of(plan: Plan, profile: HardwareProfile, periods: Periods, blocks: Blo
     """Return the step with what this plan keeps, recomputes and offloads, and so many more periods in ``blocks``."""
     names = plan.recompute, plan.slices, plan.lookahead, plan.offload
     trial = trial_of(periods.graph, plan.keep, profile, None, False, *names)
-    forward, backward = trial.forward.graph, trial.backward.graph
-    first = half_of(forward, profile, turns=periods.forward)
-    then = half_of(backward, profile, trial.weight.given_up, kinds_by_name(forward), periods.backward)
+    first = half_of(trial.forward, periods.forward, (), {})
+    then = half_of(trial.backward, periods.backward, trial.weight.given_up, kinds_by_name(trial.forward.graph))
     returned = tuple(trial.weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)
     # What the caller holds in backward, it held in forward as well, or forward returned it.
     then = dataclasses.replace(then, held=plus(first.held, returned))
     more_held = tuple(sum(blocks.values()) * periods.held_bytes if kind == "shards" else 0 for kind in KINDS)
-    of_forward, of_backward = (settled(half, blocks) for half in trial.halves(periods))
-    return Whole(*lengthened((first, then), (of_forward, of_backward), more_held))
+    return Whole(*lengthened((first, then), (settled(first, blocks), settled(then, blocks)), more_held))
 
 
 def _of_all(figures: Mapping[fx.Node, float], periods: Periods) -> float:

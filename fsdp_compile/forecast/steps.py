@@ -1,4 +1,4 @@
-"""The steps of a lowered graph, with the bytes of each kind that they add and drop."""
+"""The steps of a lowered graph, with the bytes of each kind."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
-from ..passes.cost.events import events_of
-from ..passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, kinds_of, lifetimes, storages_given
-from ..passes.cost.profiles import HardwareProfile
-from ..passes.cost.replay import Compute
-from ..passes.cost.steps import Bytes, Half, Step, Turn, in_order, plus, step_of
+from ..passes.budget.trial import Lowered
+from ..passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, bytes_alive, kinds_of, own_and_callers
+from ..passes.cost.steps import Bytes, Half, Turn
 from ..passes.ir.aliases import Storage, base_of, storages_of
 from ..passes.ir.meta import GRADIENT_OF, ROLE
 
@@ -21,50 +19,17 @@ NO_BYTES: Bytes = (0,) * len(KINDS)
 
 
 def half_of(
-    graph: fx.Graph,
-    profile: HardwareProfile,
-    given_up: Sequence[str] = (),
-    kinds_given: Mapping[str, str] | None = None,
-    turns: Mapping[str, Turn] | None = None,
+    lowered: Lowered, turns: Mapping[str, Turn], given_up: Sequence[str], kinds_given: Mapping[str, str]
 ) -> Half:
-    """Return the half of a lowered graph; ``kinds_given`` are kinds of its inputs that another graph knows better.
-
-    ``turns`` has the periods of its nodes, by name.
-    """
-    kind_of = _kinds(graph, kinds_given or {})
-    given = storages_given(graph, given_up)
-    nodes = list(graph.nodes)
-    are_calls = (place for place, node in enumerate(nodes) if node.op == "call_function")
-    calls = {place: number for number, place in enumerate(are_calls)}
-    first_call = next(iter(calls), len(nodes))
-    adds: list[dict[int, int]] = [{} for _ in calls]
-    drops: list[dict[int, int]] = [{} for _ in calls]
-    held, begin = NO_BYTES, NO_BYTES
-    for life in lifetimes(graph, fused=True):
-        kind, num_bytes = kind_of(life.storage), life.storage.num_bytes
-        size = tuple(num_bytes if place == kind else 0 for place in range(len(KINDS)))
-        if life.storage.node.op != "call_function" and life.storage not in given:
-            held = plus(held, size)
-            continue
-        if life.storage.node.op != "call_function":
-            begin = plus(begin, size)
-        else:
-            _add(adds[calls[life.first]], kind, num_bytes)
-        if life.last in calls:
-            _add(drops[calls[life.last]], kind, num_bytes)
-        elif life.last < first_call:  # nobody reads it
-            begin = plus(begin, size, -1)
-    events = events_of(graph, profile, None, given_up)
-    steps: list[Step] = []
-    begins: dict[Turn, int] = {}
-    launched: dict[str, int] = {}
-    for node, event, its_adds, its_drops in zip(map(nodes.__getitem__, calls), events, adds, drops, strict=True):
-        is_long = isinstance(event, Compute) and event.seconds > 0
-        if turns and node.name in turns and (is_long or (turns[node.name][0] and (its_adds or its_drops))):
-            begins.setdefault(turns[node.name], len(steps))
-        if not isinstance(event, Compute) or event.seconds or its_adds or its_drops:
-            steps.append(step_of(event, str(node.target), _as_bytes(its_adds), _as_bytes(its_drops), launched))
-    return Half(held, begin, tuple(steps), in_order(begins))
+    """Return the steps of a half; ``kinds_given`` are kinds of its inputs that the other half knows better."""
+    kind_of = _kinds(lowered.graph, kinds_given)
+    own, callers = own_and_callers(lowered.memory, given_up)
+    alive = (
+        bytes_alive((one for one in own if kind_of(one.storage) == kind), len(lowered.graph.nodes))
+        for kind in range(len(KINDS))
+    )
+    held = (sum(one.storage.num_bytes for one in callers if kind_of(one.storage) == kind) for kind in range(len(KINDS)))
+    return lowered.steps(zip(*alive), turns, tuple(held))
 
 
 def kinds_by_name(graph: fx.Graph) -> dict[str, str]:
@@ -85,12 +50,3 @@ def _kinds(graph: fx.Graph, given: Mapping[str, str]) -> Callable[[Storage], int
         return _PLACES.get(kind, len(KINDS) - 1)
 
     return kind_of
-
-
-def _add(to: dict[int, int], kind: int, num_bytes: int) -> None:
-    if num_bytes:
-        to[kind] = to.get(kind, 0) + num_bytes
-
-
-def _as_bytes(some: Mapping[int, int]) -> Bytes:
-    return tuple(some.get(place, 0) for place in range(len(KINDS)))

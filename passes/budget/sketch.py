@@ -147,17 +147,17 @@ class Sketch:
         before = half_along(
             [(node.name, [*_of(first.events, node), *sent.events.get(at, ())]) for at, node in enumerate(first.order)]
             + [("", sent.events.get(len(first.order), ()))],
-            self._forward_bytes(first, taken, pieces, sent.bound, stays),
+            zip(self._forward_bytes(first, taken, pieces, sent.bound, stays)),
             self._periods.forward,
-            held_bytes,
+            (held_bytes,),
         )
         then = half_along(
             [("", ()) for node in taken if node.op == "placeholder"]
             + [(node.name, [*fetched.events.get(at, ()), *_of(events, node)]) for at, node in enumerate(order)]
             + [("", ())],
-            self._backward_bytes(order, taken, pieces, fetched.bound, stays),
+            zip(self._backward_bytes(order, taken, pieces, fetched.bound, stays)),
             self._periods.backward,
-            held_bytes + self._trial.weight.returned_bytes,
+            (held_bytes + self._trial.weight.returned_bytes,),
         )
         return figures_of(
             dataclasses.replace(decision, offloaded=frozenset(self.leaving[node] for node in away)),

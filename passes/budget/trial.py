@@ -21,7 +21,7 @@ checkpointing recomputes it. The graph is weighed without fusion, so that each o
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -38,7 +38,7 @@ from ..cost.memory import GraphMemory, Weight, note_saved, weigh
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
-from ..cost.steps import NO_MORE, Blocks, Half, Turn, Unsettled, half_along, lengthened, peak, replay, settled
+from ..cost.steps import NO_MORE, Blocks, Bytes, Half, Turn, Unsettled, half_along, lengthened, peak, replay, settled
 from ..ir.aliases import base_of, tensor_bytes, tensors_of
 from ..ir.meta import OFFLOADED, tag
 from ..ir.plan import Plan
@@ -66,10 +66,10 @@ class Lowered:
         calls = (node for node in self.graph.nodes if node.op == "call_function")
         return dict(zip(calls, self.events))
 
-    def steps(self, alive: Sequence[int], turns: Mapping[str, Turn], held_bytes: int) -> Half:
+    def steps(self, alive: Iterable[Bytes], turns: Mapping[str, Turn], held: Bytes) -> Half:
         events = self.by_node()
         rows = ((node.name, [events[node]] if node in events else []) for node in self.graph.nodes)
-        return half_along(rows, alive, turns, held_bytes)
+        return half_along(rows, alive, turns, held)
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Trial:
         """Return the steps of both halves."""
         its = self.weight
         return (
-            self.forward.steps(its.forward, periods.forward, its.held_bytes),
-            self.backward.steps(its.backward, periods.backward, its.held_bytes + its.returned_bytes),
+            self.forward.steps(zip(its.forward), periods.forward, (its.held_bytes,)),
+            self.backward.steps(zip(its.backward), periods.backward, (its.held_bytes + its.returned_bytes,)),
         )
 
 

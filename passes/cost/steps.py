@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from .replay import Compute, Event, Launch, Timeline, Wait, simulate
 
-LAUNCH, WAIT = "launch", "wait"
+LAUNCH, WAIT, COMPUTE = "launch", "wait", "compute"
 Bytes = tuple[int, ...]  # of each kind that is told apart
 Blocks = Mapping[range, int]  # periods that follow one another, and how many more are like them
 Turn = tuple[bool, int]  # whether it is behind all periods, what their backward computes in forward; which period
@@ -42,10 +42,9 @@ class Unsettled(Exception):
 class Step:
     """One node that takes time or memory."""
 
-    what: str  # the operator, or LAUNCH, WAIT
+    what: str  # LAUNCH, WAIT or COMPUTE
     seconds: float
-    adds: Bytes  # when it begins
-    drops: Bytes  # when it ends
+    more: Bytes  # that are alive when it begins than when the one before it did; less than 0 if fewer are
     group: str = ""  # of a launch
     slows: float = 0.0  # of a launch: share of its speed that computation loses meanwhile
     back: tuple[int, ...] = ()  # of a wait: 1 where it waits for the last launch before it, 2 for the one before that
@@ -64,7 +63,7 @@ class Half:
         """Return the bytes that are there at the end, without those that the caller holds."""
         left = self.given
         for step in self.steps:
-            left = plus(plus(left, step.adds), step.drops, -1)
+            left = plus(left, step.more)
         return left
 
 
@@ -73,38 +72,33 @@ def plus(left: Bytes, right: Bytes, times: int = 1) -> Bytes:
 
 
 def half_along(
-    rows: Iterable[tuple[str, Sequence[Event]]], alive: Iterable[int], turns: Mapping[str, Turn], held_bytes: int
+    rows: Iterable[tuple[str, Sequence[Event]]], alive: Iterable[Bytes], turns: Mapping[str, Turn], held: Bytes
 ) -> Half:
     """Return a half by its nodes' names and events, and the bytes alive at each; ``turns`` has the nodes' periods."""
     steps: list[Step] = []
     begins: dict[Turn, int] = {}
     launched: dict[str, int] = {}
-    before = 0
+    nothing = before = (0,) * len(held)
     for (name, events), now in zip(rows, alive, strict=True):
-        more, before = now - before, now
+        more, before = plus(now, before, -1), now
         events = [one for one in events if not isinstance(one, Compute) or one.seconds > 0]
-        if name in turns and (any(isinstance(one, Compute) for one in events) or (turns[name][0] and more)):
+        if name in turns and (any(isinstance(one, Compute) for one in events) or (turns[name][0] and any(more))):
             begins.setdefault(turns[name], len(steps))
-        for event in events or ([Compute(name, 0.0)] if more else ()):
-            steps.append(step_of(event, "", (more,), (0,), launched))
-            more = 0
-    return Half((held_bytes,), (0,), tuple(steps), in_order(begins))
+        for event in events or ([Compute(name, 0.0)] if any(more) else ()):
+            steps.append(_step_of(event, more, launched))
+            more = nothing
+    return Half(held, nothing, tuple(steps), tuple(sorted((place, turn) for turn, place in begins.items())))
 
 
-def step_of(event: Event, what: str, adds: Bytes, drops: Bytes, launched: dict[str, int]) -> Step:
+def _step_of(event: Event, more: Bytes, launched: dict[str, int]) -> Step:
     """Return the step of an event; ``launched`` has the turn of each launch before it, and then its own."""
     if isinstance(event, Launch):
         launched[event.name] = len(launched)
-        return Step(LAUNCH, event.seconds, adds, drops, event.group, event.slows_compute)
+        return Step(LAUNCH, event.seconds, more, event.group, event.slows_compute)
     if isinstance(event, Wait):
         back = tuple(len(launched) - launched[name] for name in (event.name, *event.others))
-        return Step(WAIT, 0.0, adds, drops, back=back)
-    return Step(what, event.seconds, adds, drops)
-
-
-def in_order(begins: Mapping[Turn, int]) -> tuple[tuple[int, Turn], ...]:
-    """Return the begins of a half by the places where periods begin."""
-    return tuple(sorted((place, turn) for turn, place in begins.items()))
+        return Step(WAIT, 0.0, more, back=back)
+    return Step(COMPUTE, event.seconds, more)
 
 
 def replay(half: Half) -> Timeline:
@@ -128,10 +122,9 @@ def peak(half: Half) -> Bytes:
     alive = plus(half.held, half.given)
     most, highest = sum(alive), alive
     for step in half.steps:
-        alive = plus(alive, step.adds)
+        alive = plus(alive, step.more)
         if sum(alive) > most:
             most, highest = sum(alive), alive
-        alive = plus(alive, step.drops, -1)
     return highest
 
 
