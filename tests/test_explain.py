@@ -166,7 +166,8 @@ def test_it_names_what_a_budget_has_computed_again() -> None:
     batch = torch.randn(2048, 64, requires_grad=True)
     tight = explained(nn.Sequential(*blocks), batch, memory_budget=1, profile=TOY)
     [step] = tight.steps
-    assert {"0.0.weight", "0.2.weight", "1.0.weight", "1.2.weight"} == {*step.computed_again}
+    # What the last product reads is needed as soon as backward begins: to save it raises no peak.
+    assert {"0.0.weight", "0.2.weight", "1.0.weight"} == {*step.computed_again}
     assert "what is computed with it is computed again (0.0.weight" in str(tight)
 
 
