@@ -156,7 +156,8 @@ def figures_of(
     held_bytes = sum(blocks.values()) * periods.held_bytes
     held_bytes += sum(num_bytes * others.get(name, 0) for name, num_bytes in stay_bytes)
     longer = lengthened(halves, more, (held_bytes,))
-    if longer[1].left()[0] - halves[1].left()[0] != sum(blocks.values()) * periods.left_bytes:
+    left_bytes = sum(after.added()[0] - before.added()[0] for after, before in zip(longer, halves))
+    if left_bytes != sum(blocks.values()) * periods.left_bytes:
         raise Unsettled  # a node of some period counts for none
     try:
         timelines = [*map(replay, longer)]

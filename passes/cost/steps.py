@@ -54,17 +54,16 @@ class Step:
 class Half:
     """A forward or a backward."""
 
-    held: Bytes  # by the caller, from begin to end: inputs, and in backward what forward returned
-    given: Bytes  # inputs that are freed after their last readers
+    held: Bytes  # when it begins: by the caller, and in backward by what more periods saved in forward
     steps: tuple[Step, ...]
     begins: tuple[tuple[int, Turn], ...] = ()  # of periods: the place of the first computation, and which period
 
-    def left(self) -> Bytes:
-        """Return the bytes that are there at the end, without those that the caller holds."""
-        left = self.given
+    def added(self) -> Bytes:
+        """Return how many bytes more are there at the end than at the begin."""
+        added = (0,) * len(self.held)
         for step in self.steps:
-            left = plus(left, step.more)
-        return left
+            added = plus(added, step.more)
+        return added
 
 
 def plus(left: Bytes, right: Bytes, times: int = 1) -> Bytes:
@@ -87,7 +86,7 @@ def half_along(
         for event in events or ([Compute(name, 0.0)] if any(more) else ()):
             steps.append(_step_of(event, more, launched))
             more = nothing
-    return Half(held, nothing, tuple(steps), tuple(sorted((place, turn) for turn, place in begins.items())))
+    return Half(held, tuple(steps), tuple(sorted((place, turn) for turn, place in begins.items())))
 
 
 def _step_of(event: Event, more: Bytes, launched: dict[str, int]) -> Step:
@@ -119,7 +118,7 @@ def replay(half: Half) -> Timeline:
 
 def peak(half: Half) -> Bytes:
     """Return the bytes by kind when most are alive."""
-    alive = plus(half.held, half.given)
+    alive = half.held
     most, highest = sum(alive), alive
     for step in half.steps:
         alive = plus(alive, step.more)
@@ -160,10 +159,10 @@ def lengthened(
 ) -> tuple[Half, Half]:
     """Return forward and backward with so many more of each period, for which the caller holds ``held``."""
     forward, backward = map(_repeated, halves, more)
-    saved = plus(forward.left(), halves[0].left(), -1)
+    saved = plus(forward.added(), halves[0].added(), -1)
     return (
         dataclasses.replace(forward, held=plus(forward.held, held)),
-        dataclasses.replace(backward, held=plus(backward.held, held), given=plus(backward.given, saved)),
+        dataclasses.replace(backward, held=plus(plus(backward.held, held), saved)),
     )
 
 
