@@ -26,7 +26,6 @@ from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, H
 from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
 from fsdp_compile.forecast.layers import Run, find_run, with_fewer
 from fsdp_compile.forecast.show import count, show_one, show_sweep, size, unit_for
-from fsdp_compile.forecast.steps import NO_BYTES
 from fsdp_compile.forecast.sweep import Sweep, Weights, around, best_of, weights_of
 from fsdp_compile.forecast.target import Target, find_target
 from fsdp_compile.graph.install import manager
@@ -120,7 +119,7 @@ def world() -> Iterator[None]:
 
 
 def _step(what: str, num_bytes: int = 0, back: tuple[int, ...] = ()) -> Step:
-    return Step(what, 1.0, (0, 0, 0, num_bytes, 0, 0), NO_BYTES, back=back)
+    return Step(what, 1.0, (0, 0, 0, num_bytes, 0, 0), back=back)
 
 
 def _half(layer: tuple[Step, ...], num_layers: int) -> Half:
@@ -128,7 +127,7 @@ def _half(layer: tuple[Step, ...], num_layers: int) -> Half:
     begins = [(2 + turn * len(layer) + 1, (False, turn)) for turn in range(num_layers)]  # behind the first launches
     steps = _step("launch"), _step("embed"), *num_layers * layer, _step("head"), _step("wait", back=(num_layers + 1,))
     begins += [(len(steps) + turn, (True, turn)) for turn in range(num_layers)]
-    return Half((9, 0, 0, 0, 0, 0), NO_BYTES, (*steps, *num_layers * (_step("gt", 4),)), tuple(begins))
+    return Half((9, 0, 0, 0, 0, 0), (*steps, *num_layers * (_step("gt", 4),)), tuple(begins))
 
 
 def test_a_layer_is_repeated_as_often_with_what_it_holds() -> None:

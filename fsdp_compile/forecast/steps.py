@@ -8,14 +8,13 @@ from torch import fx
 
 from ..passes.budget.trial import Lowered
 from ..passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, bytes_alive, kinds_of, own_and_callers
-from ..passes.cost.steps import Bytes, Half, Turn
+from ..passes.cost.steps import Half, Turn
 from ..passes.ir.aliases import Storage, base_of, storages_of
 from ..passes.ir.meta import GRADIENT_OF, ROLE
 
 # The kinds of bytes that a forecast tells apart, in this order.
 KINDS = ("shards", "gathered weights", "gradients", "activations", "buffers", "other")
 _PLACES = {SHARD: 0, GATHERED: 1, GRADIENT: 2, ACTIVATION: 3, BUFFER: 4}
-NO_BYTES: Bytes = (0,) * len(KINDS)
 
 
 def half_of(
