@@ -12,7 +12,7 @@ from torch import fx
 
 from . import _torch_compat as compat
 from ._torch_compat import CustomGraphPass
-from ._torch_compat.kernels import leave_to_others
+from ._torch_compat.kernels import leave_to_others, may_reuse_saved
 from .apply.announce import announce
 from .apply.check import check
 from .apply.gather_by_phase import gather_by_phase
@@ -160,7 +160,7 @@ class PassManager(CustomGraphPass):
         self._run(graph, "joint", None, WHOLE_PASSES)
 
     def uuid(self) -> str:
-        return source_hash()
+        return f"{source_hash()}, {'' if may_reuse_saved() else 'not '}over what is saved"
 
     def give(self, plan: Plan) -> str:
         """Register a plan and return its id; graphs whose markers carry the id follow the plan."""

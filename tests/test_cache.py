@@ -6,18 +6,20 @@ import contextlib
 import uuid
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._functorch import config
 from torch._inductor.utils import fresh_cache
 
 import fsdp_compile
 from fsdp_compile.passes import Plan
 from fsdp_compile.workers import Workers
 from tests.comparing import assert_same_grads
-from tests.models import twins
+from tests.models import Block, twins
 from tests.on_ranks import on_two_ranks
 from tests.ranks import PRELOAD
 
@@ -121,3 +123,22 @@ def test_one_rank_hits_and_the_other_compiles() -> None:
             _step(unsharded, run)
             assert _misses() == (4 if dist.get_rank() == 1 else 2)
     assert_same_grads(run._orig_mod, unsharded)
+
+
+@pytest.mark.more
+@on_two_ranks
+def test_a_backward_that_may_run_twice_is_not_one_that_writes_over_what_forward_saved() -> None:
+    with fresh_cache():
+        for may_write in (True, False):
+            torch._dynamo.reset()
+            unsharded, model = twins(lambda: nn.Sequential(nn.Linear(6, 16), Block(16), Block(16)).double())
+            for part in (*model, model):
+                fsdp_compile.fully_shard(part)
+            batches = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1)).double()
+            with patch.object(config, "donated_buffer", may_write):
+                for run, batch in ((unsharded, batches.flatten(0, 1)), (torch.compile(model), batches[dist.get_rank()])):
+                    out = run(batch)
+                    out.pow(2).mean().backward(retain_graph=not may_write)
+                    if not may_write:
+                        out.sin().mean().backward()
+            assert_same_grads(model, unsharded)

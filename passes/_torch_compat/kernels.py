@@ -127,6 +127,16 @@ def leave_to_others(places: Collection[int]) -> None:
         known.bw_donated_idxs = [place for place in known.bw_donated_idxs if place not in places]
 
 
+def may_reuse_saved() -> bool:
+    """Whether Inductor may use the memory of what forward saved for something else in backward.
+
+    Its cache of graphs does not ask (``_functorch.config.donated_buffer``: 2.11 to 2.15).
+    """
+    from torch._functorch import config
+
+    return bool(config.donated_buffer)
+
+
 def num_returned() -> int:
     """Return how many of its outputs the forward that is compiled returns to its caller; all others are saved.
 
