@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import inspect
@@ -22,6 +22,7 @@ from fsdp_compile.core.unit import units_in
 from fsdp_compile.eager.running import running
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord, Plan
+from fsdp_compile.passes.cost.memory import GraphMemory, Lifetime, lives_of
 
 GATHER, REDUCE, WAIT = "all_gather_into_tensor", "all_to_all_single", "wait_tensor"
 NO_COLLECTIVES = (WAIT, "unshard", "reduce_grad", "sum_of_parts", "pack", "copied")
@@ -155,6 +156,11 @@ def planned(model: Any, batch: Tensor | None = None, backend: Any = "aot_eager")
         run(torch.arange(10).view(2, 5) if batch is None else batch).sum().backward()
     model.zero_grad()
     return report.joint.plan
+
+
+def lifetimes(graph: fx.Graph) -> list[Lifetime]:
+    """The lifetimes of a graph's storages, if it runs node by node."""
+    return lives_of(graph.nodes, GraphMemory.of(graph, fused=False))
 
 
 def held_bytes(model: Any) -> int:

@@ -92,7 +92,7 @@ def test_a_trial_weighs_the_step_as_it_would_be() -> None:
 
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_backward_begins_with_what_forward_leaves() -> None:
-    """A parameter that stays is a view of a bucket, in which rows are padded, so that each rank has as many."""
+    """A parameter that stays is a view of its bucket, which has padding where a rank has fewer rows than others."""
     with recorded() as records:
         planned(shard(Stack(2)), backend="passes")
     joint = records[0].snapshots[3]

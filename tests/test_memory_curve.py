@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compile.passes import Group, events_of, load_profile, memory_curve
 from fsdp_compile.passes.apply.insert import insert
 from fsdp_compile.passes.apply.overlap import overlap
-from fsdp_compile.passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, kinds_of, lifetimes
+from fsdp_compile.passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, kinds_of
 from fsdp_compile.passes.schedule.planner import plan_graph
 from fsdp_compile.passes.wire.collectives import gloo_all_gather, is_wait
+from tests.recording import lifetimes
 from tests.test_passes import Builder, spec
 
 aten = torch.ops.aten

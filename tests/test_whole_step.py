@@ -23,7 +23,7 @@ from fsdp_compile.passes.apply.gather_by_phase import gather_by_phase
 from fsdp_compile.passes.apply.insert import insert
 from fsdp_compile.passes.apply.merge import merge
 from fsdp_compile.passes.apply.overlap import overlap
-from fsdp_compile.passes.cost.memory import GATHERED, kinds_of, lifetimes
+from fsdp_compile.passes.cost.memory import GATHERED, kinds_of
 from fsdp_compile.passes.ir.meta import ROLE
 from fsdp_compile.passes.ir.phases import number_phases, phase_of
 from fsdp_compile.passes.schedule.planner import plan_graph
@@ -39,7 +39,7 @@ from tests.comparing import (
 )
 from tests.models import Stack, pair, shard
 from tests.on_ranks import on_two_ranks
-from tests.recording import Wire, recorded
+from tests.recording import Wire, lifetimes, recorded
 from tests.test_graphs import Stages
 from tests.test_passes import Builder, spec, text
 from tests.test_structure import (

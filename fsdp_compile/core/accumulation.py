@@ -27,7 +27,7 @@ class Held:
 
     pending: dict[str, Tensor] = field(default_factory=dict)  # full gradients
     partials: dict[str, Tensor] = field(default_factory=dict)  # summed over the shards, not yet over the replicas
-    # Reduced, of shards with hooks, which run when the gradients of all uses in a backward are summed.
+    # Reduced gradients of shards with hooks: the hooks run on the sum of all uses in a backward.
     for_hooks: dict[str, Tensor] = field(default_factory=dict)
     begun: set[str] = field(default_factory=set)  # FQNs with gradients of the running backward alone
     grown: set[str] = field(default_factory=set)  # FQNs with gradients of earlier backwards, too

@@ -191,7 +191,7 @@ def _over_replicas_alone(spec: ParamSpec) -> ParamSpec:
 
 
 def deliver(gathered: Gathered, index: int, local: Tensor, more_come: bool = False) -> None:
-    """Give a shard its gradient; if it has hooks and ``more_come``, only when those of the other uses are there."""
+    """Give a shard its gradient; with ``more_come``, a shard with hooks waits for the gradients of its other uses."""
     shard, fqn, waiting = gathered.shards[index], gathered.params[index].fqn, gathered.unit.accumulation.held.for_hooks
     if fqn in waiting:
         before, local = (brought_to(shard, one, read_at_once=True) for one in (waiting.pop(fqn), local))

@@ -33,9 +33,9 @@ def has_gradients(dtype: torch.dtype) -> bool:
 
 
 def holding(unit: Unit, param: ShardedParam, known: Tensor | None, look: Look, is_partial: bool) -> Tensor | None:
-    """Return a tensor, one expanded zero, whose gradient waits: ``known`` if that still fits.
+    """Return a tensor for a graph to take, which holds back the gradient that autograd brings it.
 
-    It is None for a dtype without gradients.
+    It is one zero, expanded. It is ``known`` if that still fits, and None for a dtype without gradients.
     """
     size, dtype, device = look
     if known is not None and (tuple(known.shape), known.dtype, known.device) == look:
@@ -50,7 +50,7 @@ def holding(unit: Unit, param: ShardedParam, known: Tensor | None, look: Look, i
 
 
 class _Held(torch.autograd.Function):
-    """Have the gradient of a tensor wait in the place of giving it to an edge."""
+    """An identity that gives no gradient to the edge behind it: its backward holds the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, edge: Tensor | None) -> Tensor:
@@ -72,13 +72,12 @@ def _holder(unit: Unit, param: ShardedParam, is_partial: bool) -> Callable[[Tens
         unit, param = owner(), of()
         if unit is None or param is None:
             return None
+        if _is_asked_for(param):
+            if autograd.accumulates(_leaf_of(param)) is False or is_partial:
+                return None  # ``inputs`` has others; or it is a partial sum, which nobody can use
+            return torch.ops.fsdpc.reduce_grad(grad, **param.sink.spec.kwargs())  # type: ignore[no-any-return]
         in_one_graph = autograd.in_compiled_autograd()
         if not in_one_graph:
-            leaf = _leaf_of(param)
-            if leaf is not None and grads.is_asked_for(param.shard, leaf):  # type: ignore[arg-type]
-                if autograd.accumulates(leaf) is False or is_partial:
-                    return None  # ``inputs`` has others; or it is a partial sum, which nobody can use
-                return torch.ops.fsdpc.reduce_grad(grad, **param.sink.spec.kwargs())  # type: ignore[no-any-return]
             unit.ends.at_end(unit)  # first: it drops what a backward that raised held back
         held = unit.accumulation.held
         waiting = held.partials if is_partial else held.pending

@@ -85,10 +85,13 @@ class Sink:
         return self.arrives_as is not None and held.has_gradients(self.arrives_as[1])
 
     def have_leaf(self) -> Tensor | None:
-        """Return the leaf. It is made here, since few graphs ask for one."""
-        assert self.arrives_as is not None
-        if self.leaf is None:
-            self.leaf = _leaf(None, *self.arrives_as, lambda: _giver(self.param))
+        """Return the leaf, or None for a dtype without gradients. It is made here, since few graphs ask for one."""
+        if self.leaf is None and self.can_train:
+            assert self.arrives_as is not None
+            size, dtype, device = self.arrives_as
+            with torch.inference_mode(False):
+                self.leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
+            self.leaf.register_post_accumulate_grad_hook(_giver(self.param))
         return self.leaf
 
     def have_edge(self, edge: Tensor | None) -> None:
@@ -280,20 +283,6 @@ def _join_at_end(unit: Unit) -> None:
 
 
 # --- leaves -----------------------------------------------------------------------------------------------------
-
-
-def _leaf(
-    known: Tensor | None, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, hook: Callable[[], Hook]
-) -> Tensor | None:
-    """Return a leaf, one expanded zero, that gives its gradient to a hook; None for a dtype without gradients."""
-    if known is not None and (tuple(known.shape), known.dtype, known.device) == (size, dtype, device):
-        return known
-    if not held.has_gradients(dtype):
-        return None
-    with torch.inference_mode(False):
-        leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
-    leaf.register_post_accumulate_grad_hook(hook())
-    return leaf
 
 
 def _giver(param: ShardedParam) -> Hook:

@@ -11,7 +11,7 @@ import torch
 
 from ..page.picture import Collective, Compute, Difference, Memory, Picture, PicturedGraph, PicturedStep
 from ..passes import GraphRecord, Plan, Prediction
-from ..passes.cost.memory import GraphMemory, saved_by, taken_as, weigh
+from ..passes.cost.memory import memories_of, saved_by, taken_as, weigh
 from ..passes.cost.owners import RETURNED, Owned, Owners, module_of, owners_of, saved_kinds
 from ..passes.cost.predicted import PredictedCollective, PredictedGraph
 from ..passes.ir.meta import ROLE
@@ -65,7 +65,7 @@ def step_owners(step: Step, predicted: Prediction) -> list[Owners]:
         return [owners_of(*graphs[0])]
     (forward, its_plan), (backward, then) = graphs
     num_results = saved_by(forward, backward)
-    weight = weigh(GraphMemory.of(forward), GraphMemory.of(backward), num_results)
+    weight = weigh(*memories_of(forward, backward, num_results), num_results)
     first = owners_of(forward, its_plan)
     saved = saved_kinds(forward, its_plan, taken_as(forward, backward, num_results), num_results)
     returned = Owned("output", "", RETURNED, weight.returned_bytes)

@@ -34,7 +34,7 @@ from ..apply.items import Items
 from ..apply.keep import keep, let_go
 from ..apply.overlap import arrange
 from ..cost.events import events_of
-from ..cost.memory import GraphMemory, Weight, note_saved, weigh
+from ..cost.memory import GraphMemory, Weight, memories_of, weigh
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
@@ -209,8 +209,7 @@ def trial_of(
         items = Items.of(half)
         arrange(half, items, lookahead)
         lowered.append((half, its_plan, items))
-    note_saved(lowered[0][0], lowered[1][0], num_results)
-    forward, backward = (GraphMemory.of(half, fused=not like_fsdp2) for half, *_ in lowered)
+    forward, backward = memories_of(lowered[0][0], lowered[1][0], num_results, fused=not like_fsdp2)
     weight = weigh(forward, backward, num_results)
     halves: list[Lowered] = []
     for (half, its_plan, items), memory, given_up in zip(lowered, (forward, backward), ((), weight.given_up)):

@@ -120,6 +120,18 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
     )
 
 
+def memories_of(
+    forward: fx.Graph, backward: fx.Graph, num_results: int, fused: bool = True
+) -> tuple[GraphMemory, GraphMemory]:
+    """Return the memory of both halves. The inputs of backward know from now on which storages of forward they keep."""
+    first = GraphMemory.of(forward, fused)
+    inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    for name, result in zip(taken_as(forward, backward, num_results), results_of(forward)[num_results:]):
+        if name and isinstance(result, fx.Node):
+            note_taken(inputs[name], first.storages[result])
+    return first, GraphMemory.of(backward, fused)
+
+
 def weigh(forward: GraphMemory, backward: GraphMemory, num_results: int) -> Weight:
     """Return the bytes that the two halves of a step hold.
 
@@ -148,15 +160,6 @@ def weigh(forward: GraphMemory, backward: GraphMemory, num_results: int) -> Weig
         given_up,
         {one.node.name: one.num_bytes for one in stays},
     )
-
-
-def note_saved(forward: fx.Graph, backward: fx.Graph, num_results: int) -> None:
-    """Have the inputs of backward know the storages that they are of in forward, which comes before its ``weigh``."""
-    storages = storages_of(forward)
-    inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
-    for name, result in zip(taken_as(forward, backward, num_results), results_of(forward)[num_results:]):
-        if name and isinstance(result, fx.Node):
-            note_taken(inputs[name], storages[result])
 
 
 def saved_by(forward: fx.Graph, backward: fx.Graph) -> int:
@@ -237,16 +240,6 @@ def storages_given(
     return {storage for name in given_up for storage in storages[inputs[name]]} - kept
 
 
-def lifetimes(graph: fx.Graph, fused: bool = False) -> list[Lifetime]:
-    """Return the lifetime of every storage on the device that computes, in the order in which they are allocated.
-
-    Inputs live from the start of the graph. With ``fused``, the graph is as Inductor compiles it: a node that is
-    computed inside its readers has no memory, and they read what it reads; a pointwise result takes the place of an
-    input that it is the last to read.
-    """
-    return lives_of(graph.nodes, GraphMemory.of(graph, fused))
-
-
 @dataclass(frozen=True)
 class GraphMemory:
     """The storages of a graph, and who needs them, in whatever order its nodes run."""
@@ -267,7 +260,6 @@ class GraphMemory:
         needed = {node: tuple(_needed_by(node, storages)) for node in graph.nodes}
         return cls(graph, storages, needed, away, over_inputs)
 
-
     def with_given(self, given: Mapping[fx.Node, Sequence[Storage]]) -> GraphMemory:
         """Return the same, but these calls count as inputs that take storages of forward."""
         storages = storages_of(self.graph, given)
@@ -281,10 +273,11 @@ def lives_of(
     given: Iterable[Storage] = (),
     inside: Mapping[Storage, Storage] | None = None,
 ) -> list[Lifetime]:
-    """Return the lifetimes, as positions in an order of the graph's nodes.
+    """Return the lifetimes on the device that computes, as positions in an order of the graph's nodes.
 
-    The order may leave out nodes. What others need of them is ``given``, as inputs are. Storages may be ``inside`` of
-    others.
+    Inputs live from its begin. If the graph is fused, a node that is computed inside its readers has no memory, and
+    they read what it reads; a pointwise result takes the place of an input that it is the last to read. The order may
+    leave out nodes. What others need of them is ``given``, as inputs are. Storages may be ``inside`` of others.
     """
     inside = inside or {}
     order, storages, away = list(order), memory.storages, memory.away

@@ -23,7 +23,7 @@ from ..ir.plan import Bucket, Plan, as_size, named
 from ..schedule.reasons import AGAIN, BUDGET, Residency
 from ..wire.collectives import KIND_OF, is_launch, is_wait
 from .events import events_of
-from .memory import GraphMemory, memory_curve, note_saved, saved_by, weigh
+from .memory import GraphMemory, memories_of, memory_curve, saved_by, weigh
 from .profiles import HardwareProfile
 from .replay import QUEUED, Event, Flight, Timeline, as_ms, simulate
 from .roofline import Groups
@@ -128,17 +128,16 @@ def predict(
     """
     given_up: tuple[str, ...] = ()
     returned_bytes = 0
-    num_results = 0
+    memories: Sequence[GraphMemory]
     if len(graphs) == 2:
         (forward, _), (backward, _) = graphs
         num_results = saved_by(forward, backward)
-        note_saved(forward, backward, num_results)
-    memories = [GraphMemory.of(graph) for graph, _ in graphs]
-    if len(graphs) == 2:
-        weight = weigh(memories[0], memories[1], num_results)
+        first, then = memories = memories_of(forward, backward, num_results)
+        weight = weigh(first, then, num_results)
         given_up, peak_bytes, held_bytes = weight.given_up, weight.peak_bytes, weight.held_bytes
         returned_bytes = weight.returned_bytes
     else:
+        memories = [GraphMemory.of(graph) for graph, _ in graphs]
         curve = memory_curve(graphs[0][0], fused=True)
         peak_bytes, held_bytes = curve.input_bytes + curve.peak_bytes, curve.input_bytes
     predicted = []

@@ -87,7 +87,7 @@ def storages_of(graph: fx.Graph, given: Mapping[fx.Node, Sequence[Storage]] = NO
 
 
 def note_taken(node: fx.Node, storages: Sequence[Storage]) -> None:
-    """Note what an input of backward keeps in memory: a view that forward saved keeps all that it is a view of."""
+    """Note the memory that an input of backward keeps: a saved view keeps all of the tensor that it is a view of."""
     node.meta[TAKEN] = _taken_from(storages)
 
 

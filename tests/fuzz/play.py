@@ -80,7 +80,7 @@ def module_of(case: Case) -> Model:
         if param.dim() == 1:  # biases of zero and weights of one would hide much
             with torch.no_grad():
                 param.add_(torch.randn_like(param) / 4)
-    # In float32, what amplifies differences, as norms of norms do, would make a step of two right models differ.
+    # Norms of norms amplify the rounding of float32, so that two right models would differ after a step.
     mixes = any(one.double for block in case.blocks for one in (block, *block.inside))
     is_double = case.policy == "float32" or (case.policy == "" and not mixes)
     return model.double() if is_double else model
