@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, cli, fully_shard
 from fsdp_compile._torch_compat.process_groups import pretended_world
-from fsdp_compile.forecast import command
+from fsdp_compile.forecast import command, forecast
 from fsdp_compile.forecast.command import add_options
 from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, Hardware, Planner
 from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
@@ -182,10 +182,12 @@ def planner_of(target: Target, how: str = NONE) -> Planner:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("world")
-def test_few_layers_tell_what_the_report_of_all_of_them_says() -> None:
-    planner = planner_of(find_target("tests.test_plan_command:tiny"))
-    one = planner.forecast()
+def test_few_layers_tell_what_the_report_of_all_of_them_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = planner_of(find_target("tests.test_plan_command:tiny")).forecast()
     assert one.num_traced < one.num_periods == LAYERS
+    monkeypatch.setattr(forecast, "_FEW", 2)  # which tell nothing
+    again = planner_of(find_target("tests.test_plan_command:tiny")).forecast()
+    assert again.num_traced == 4 and again.step_s == pytest.approx(one.step_s) and again.peak == one.peak
     whole = _compiled().predict("h100")
     states = one.peak["optimizer state"]
     assert one.peak_bytes - states == pytest.approx(whole.peak_bytes, rel=0.01)

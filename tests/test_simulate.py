@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from expecttest import assert_expected_inline
 from fsdp_compile.passes import Compute, Launch, Wait, events_of, load_profile, memory_curve, simulate
 from fsdp_compile.passes.apply.insert import insert
 from fsdp_compile.passes.apply.overlap import overlap
-from fsdp_compile.passes.cost.replay import LATE, LONG, QUEUED, Event, Span
+from fsdp_compile.passes.cost.replay import LATE, LONG, QUEUED, SHARED, Event, Span
 from fsdp_compile.passes.cost.roofline import Group, collective_seconds, graph_seconds
 from fsdp_compile.passes.schedule.planner import plan_graph
 from tests.test_passes import Builder, spec
@@ -24,7 +24,7 @@ GROUPS = {"g": Group(2, 2)}
 
 
 def test_a_replay_has_lanes_and_prints_as_a_report() -> None:
-    """A collective that is hidden costs nothing; those of a group queue, and those of two groups do not."""
+    """A collective that is hidden costs nothing; those of a group queue, and those of two groups on two links do not."""
     events = [
         Launch("w1", 4e-3, "g", allocs=(("w1", 2048),)), Launch("w2", 1e-3, "g"), Launch("hidden", 1e-3, "h"),
         Compute("a", 1e-3), Wait("hidden"), Wait("w1"), Wait("w2"), Compute("grad", 1e-3),
@@ -67,6 +67,23 @@ def test_a_collective_slows_down_what_runs_beside_it() -> None:
     assert found.compute == (Span("a", 0, 2), Span("b", 2, 6)) and found.total_s == 6 and found.exposed == ()
     two = [dataclasses.replace(slow[0], name="h", group="h"), *slow, Wait("h")]
     assert simulate(two).compute[0] == Span("a", 0, 4)
+
+
+def test_groups_on_one_link_share_it() -> None:
+    events = [
+        Launch("shards", 4.0, "g", link="between"), Compute("a", 1.0), Launch("replicas", 1.0, "h", link="between"),
+        Launch("inside", 1.0, "i", link="inside"), Launch("behind", 1.0, "h", link="between"), Wait("replicas"),
+        Wait("shards"), Wait("behind"), Wait("inside"),
+    ]  # fmt: skip
+    found = simulate(events)
+    # At 1, 3 of the shards are left. Both replicas' take twice as long, from 1 to 3 and from 3 to 5; then 1 is left.
+    assert found.groups == {
+        "g": (Span("shards", 0, 6),), "h": (Span("replicas", 1, 3), Span("behind", 3, 5)), "i": (Span("inside", 1, 2),),
+    }  # fmt: skip
+    assert [(one.name, one.exposed_s, one.reason) for one in found.exposed] == [
+        ("replicas", 2.0, SHARED), ("shards", 3.0, SHARED)
+    ]  # fmt: skip
+    assert (found.total_s, found.exposed_s) == (6.0, 5.0)
 
 
 def test_memory_is_the_buffers_of_the_events_above_what_is_held() -> None:
@@ -121,10 +138,11 @@ def ticking(events: Sequence[Event], dt: float) -> float:
         """Let all lanes run on for a tick; how fast computation went in it."""
         nonlocal now
         speed = 1.0
+        heads = [queue[0] for queue in queues.values() if queue]
         for queue in queues.values():
             if queue:
                 speed *= 1 - queue[0].slows_compute
-                left[queue[0].name] -= dt
+                left[queue[0].name] -= dt / max(sum(one.link == queue[0].link != "" for one in heads), 1)
                 if left[queue[0].name] <= 1e-9:
                     done.add(queue.pop(0).name)
         now += dt
@@ -143,7 +161,7 @@ def ticking(events: Sequence[Event], dt: float) -> float:
     return now
 
 
-def random_events(rng: random.Random, slows: bool) -> list[Event]:
+def random_events(rng: random.Random, slows: bool, links: Mapping[str, str]) -> list[Event]:
     events: list[Event] = []
     flying: list[str] = []
     for number in range(rng.randint(5, 40)):
@@ -152,18 +170,23 @@ def random_events(rng: random.Random, slows: bool) -> list[Event]:
             events.append(Compute(f"c{number}", float(rng.randint(1, 5))))
         elif choice < 0.75:
             share = rng.choice([0.0, 0.25, 0.5]) if slows else 0.0
-            events.append(Launch(f"g{number}", float(rng.randint(1, 6)), rng.choice("xyz"), slows_compute=share))
+            group = rng.choice("xyz")
+            launch = Launch(f"g{number}", float(rng.randint(1, 6)), group, slows_compute=share, link=links.get(group, ""))
+            events.append(launch)
             flying.append(f"g{number}")
         elif flying:
             events.append(Wait(flying.pop(rng.randrange(len(flying)))))
     return [*events, *map(Wait, flying)]
 
 
-@pytest.mark.parametrize(("slows", "times", "dt"), [(False, 300, 1.0), (True, 40, 1 / 64)])
-def test_a_clock_that_ticks_finds_the_same_end(slows: bool, times: int, dt: float) -> None:
+@pytest.mark.parametrize(
+    ("slows", "links", "times", "dt"),
+    [(False, {}, 300, 1.0), (True, {}, 40, 1 / 64), (True, {"x": "wire", "y": "wire"}, 40, 1 / 64)],
+)
+def test_a_clock_that_ticks_finds_the_same_end(slows: bool, links: Mapping[str, str], times: int, dt: float) -> None:
     rng = random.Random(slows)
     for _ in range(times):
-        events = random_events(rng, slows)
+        events = random_events(rng, slows, links)
         found = simulate(events)
         # Where compute is slowed down, work ends within a tick, and the clock has it last to the tick's end.
         assert found.total_s == pytest.approx(ticking(events, dt), abs=2 * dt * len(events) if slows else None)

@@ -164,14 +164,14 @@ class Planner:
         return self._joints[times]
 
     def all_alike(self) -> tuple[Whole, Periods]:
-        """Return a step with all periods, and what was traced: few of them, or all where few do not tell the others."""
+        """Return a step with all periods, and what was traced: few of them, or as many as tell what the others do."""
         few = _FEW + len(self.configuration.mesh) - 1 if self.configuration.budget is None else FEW
-        if self.run is not None and few < self.run.times:
+        while self.run is not None and few < self.run.times:
             try:
                 joint, plan = self.joint(few)
                 return self._planned(plan, periods_of(joint, (self.run.times - few) * self.run.period))
             except Unsettled:
-                pass
+                few *= 2
         joint, plan = self.joint(self.num_periods)
         return self._planned(plan, Periods(joint))
 

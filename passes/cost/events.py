@@ -64,6 +64,7 @@ def events_of(
                 *held,
                 needs=_needs(node),
                 slows_compute=slowdown(group, profile),
+                link=group.link,
             )
             events.append(launch)
         elif is_copy(node) or _is_beside(node):

@@ -25,7 +25,7 @@ from ..wire.collectives import KIND_OF, is_launch, is_wait
 from .events import events_of
 from .memory import GraphMemory, memories_of, memory_curve, saved_by, weigh
 from .profiles import HardwareProfile
-from .replay import QUEUED, Event, Flight, Timeline, as_ms, simulate
+from .replay import QUEUED, SHARED, Event, Flight, Timeline, as_ms, simulate
 from .roofline import Groups
 from .verdicts import COMPUTE, HIDDEN, MEMORY, Verdict, Verdicts
 
@@ -167,7 +167,7 @@ def _predicted(
         flight, bucket = timeline.flights[launch.name], _bucket(launch, plan)
         [wait] = [user for user in launch.users if is_wait(user)]
         launched, waited = landmarks.around(launch), landmarks.around(wait)
-        seconds, beside_s, exposed_s = flight.end_s - flight.start_s, flight.beside_s, flight.exposed_s
+        seconds, beside_s, exposed_s = flight.launch.seconds, flight.beside_s, flight.exposed_s
         why = f"{flight.reason}: {flight.detail}" if exposed_s else f"{as_ms(beside_s)} of compute stand beside it"
         why = re.sub(r"\w+", lambda word: called.get(word[0], word[0]), why)
         cause, verdict = HIDDEN, f"hidden behind {as_ms(beside_s)} of compute"
@@ -175,6 +175,8 @@ def _predicted(
             cause, verdict = _judged(flight, verdicts, landmarks, bucket, given_back)
             if flight.reason == QUEUED:
                 verdict += f"; queued {as_ms(flight.queued_s)} behind {called.get(flight.behind, flight.behind)}"
+            if flight.reason == SHARED:
+                verdict += f"; it takes {as_ms(flight.shared_s)} longer, as it shares its link with another group's"
         found.append(
             PredictedCollective(
                 KIND_OF[launch.target], bucket.unit, bucket.fqns, *launched, *waited, seconds, beside_s, exposed_s, why,

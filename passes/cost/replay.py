@@ -6,6 +6,7 @@
     group g                        |----w2---|              queued behind w1, waited for before c4
 
 There is one lane of computation and one for each process group, whose collectives run in the order of their launches.
+Groups whose ranks are reached by the same link share it: two collectives that run at once take twice as long each.
 Copies to the host have a lane, and copies from there: what is said of collectives holds for them.
 Events are data, so a planner can try an order that no graph has yet; ``events.py`` makes the events of a graph. The
 same events give the same times anywhere.
@@ -14,11 +15,13 @@ same events give the same times anywhere.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 LONG = "longer than the compute beside it"
 QUEUED = "queued behind another one"
+SHARED = "it shares its link with another group's"
 LATE = "launched as soon as what it needs was there"
 
 
@@ -38,12 +41,13 @@ class Launch:
     """The start of a collective, which runs beside the following events until a wait for it."""
 
     name: str
-    seconds: float
+    seconds: float  # with nothing else on the link
     group: str
     allocs: tuple[tuple[str, int], ...] = ()
     frees: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # computes that must have run, collectives that must have been waited for
     slows_compute: float = 0.0  # share of its speed that computation loses meanwhile
+    link: str = ""  # which several groups share; without one, the group has its own
 
 
 @dataclass(frozen=True)
@@ -75,15 +79,16 @@ class Flight:
     launch: Launch
     place: int
     launched_s: float
-    start_s: float  # when the links are free for it
-    end_s: float
-    behind: str  # what ran in its lane when it was launched
+    behind: str  # what it was launched behind, in its lane
     computed_s: float  # of all compute up to its launch, with the slowdown by collectives, without waiting
+    start_s: float = 0.0  # when its turn comes
+    end_s: float = 0.0  # as long as it runs, when it would end if nothing more was launched
+    landed: bool = False
     waited: bool = False
     waited_s: float = 0.0  # when computation needs it
     beside_s: float = 0.0  # of compute between its launch and the wait
     exposed_s: float = 0.0  # that computation waits for it
-    reason: str = ""  # of an exposed one: LONG, QUEUED or LATE
+    reason: str = ""  # of an exposed one: LONG, QUEUED, SHARED or LATE
     detail: str = ""
 
     @property
@@ -92,8 +97,13 @@ class Flight:
 
     @property
     def queued_s(self) -> float:
-        """The seconds between its launch and its turn on the links."""
+        """The seconds between its launch and its turn."""
         return self.start_s - self.launched_s
+
+    @property
+    def shared_s(self) -> float:
+        """The seconds that it takes longer because others use its link."""
+        return max(self.end_s - self.start_s - self.launch.seconds, 0.0)
 
 
 @dataclass(frozen=True)
@@ -141,29 +151,70 @@ class Timeline:
         return "\n".join(lines)
 
 
-@dataclass
 class Lanes:
-    """When each lane is free, in the middle of a replay."""
+    """Computation, and beside it the collectives, in the middle of a replay."""
 
-    now_s: float = 0.0  # computation
-    groups: dict[str, float] = field(default_factory=dict)
-    ends: dict[str, float] = field(default_factory=dict)  # of collectives that were not waited for
-    slowing: tuple[tuple[float, float, float], ...] = ()  # collectives: begin, end, the share of speed that they take
+    def __init__(self) -> None:
+        self.now_s = 0.0  # computation
+        self._queues: dict[str, deque[Flight]] = {}  # by group; the first one of each runs
+        self._running: list[Flight] = []
 
-    def run(self, event: Event) -> float:
-        """Run one event, and return when it begins."""
-        start_s = self.now_s
-        if isinstance(event, Compute):
-            self.slowing = tuple(one for one in self.slowing if one[1] > self.now_s)
-            self.now_s = _advance(self.now_s, event.seconds, self.slowing)
-        elif isinstance(event, Launch):
-            start_s = max(self.now_s, self.groups.get(event.group, 0.0))
-            self.groups[event.group] = self.ends[event.name] = start_s + event.seconds
-            if event.slows_compute > 0:
-                self.slowing += ((start_s, start_s + event.seconds, event.slows_compute),)
-        else:
-            self.now_s = max([self.now_s, *(self.ends.pop(name) for name in (event.name, *event.others))])
-        return start_s
+    def compute(self, seconds: float) -> None:
+        """Go on until so much is computed, slowed down by what runs beside it."""
+        while self._running:
+            turn_s = min(one.end_s for one in self._running)
+            speed = math.prod(1 - one.launch.slows_compute for one in self._running)
+            if self.now_s + seconds / speed <= turn_s:
+                self.now_s += seconds / speed
+                return
+            seconds -= (turn_s - self.now_s) * speed
+            self._land(turn_s)
+        self.now_s += seconds
+
+    def last_of(self, group: str) -> str:
+        """Return the name of the last collective in a group's lane, or "" if none is in flight."""
+        self._land(self.now_s)
+        queue = self._queues.get(group)
+        return queue[-1].name if queue else ""
+
+    def launch(self, flight: Flight) -> None:
+        """Begin a collective now, or when those before it in its lane have ended."""
+        self._land(self.now_s)
+        queue = self._queues.setdefault(flight.launch.group, deque())
+        queue.append(flight)
+        if queue[0] is flight:
+            self._begin(flight)
+
+    def wait(self, flight: Flight) -> None:
+        while not flight.landed:
+            self._land(min(one.end_s for one in self._running))
+
+    def _land(self, now_s: float) -> None:
+        """Go on to a time before which nothing ends; what ends then gives way to the next in its lane."""
+        self.now_s = now_s
+        for flight in [one for one in self._running if one.end_s <= now_s]:
+            flight.landed = True
+            self._running = [one for one in self._running if one is not flight]
+            others = self._on(flight.launch.link)
+            self._share(others, len(others), len(others) + 1)
+            queue = self._queues[flight.launch.group]
+            queue.popleft()
+            if queue:
+                self._begin(queue[0])
+
+    def _begin(self, flight: Flight) -> None:
+        others = self._on(flight.launch.link)
+        self._share(others, len(others) + 1, len(others))
+        flight.start_s, flight.end_s = self.now_s, self.now_s + (len(others) + 1) * flight.launch.seconds
+        self._running.append(flight)
+
+    def _on(self, link: str) -> list[Flight]:
+        return [one for one in self._running if link and one.launch.link == link]
+
+    def _share(self, flights: Iterable[Flight], number: int, before: int) -> None:
+        """Have so many collectives share the link of these from now on."""
+        for one in flights:
+            one.end_s = self.now_s + (one.end_s - self.now_s) * number / before
 
 
 def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
@@ -171,7 +222,6 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     events = list(events)
     lanes, compute_s, copy_s = Lanes(), 0.0, 0.0
     compute: list[Span] = []
-    groups: dict[str, list[Span]] = {}
     flights: dict[str, Flight] = {}
     exposed: list[Flight] = []
     ran: dict[str, int] = {}  # places of computes, and of the waits for collectives
@@ -184,28 +234,27 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             if event.name in ran or event.name in flights:
                 what = "is the name of a compute and of a collective" if event.name in flights else "stands twice"
                 raise ValueError(f"{event.name} {what} in the events. Give each a name of its own.")
-            span = Span(event.name, lanes.run(event), lanes.now_s)
-            compute.append(span)
-            compute_s += span.end_s - span.start_s
-            copy_s += span.end_s - span.start_s if event.is_copy else 0.0
+            start_s = lanes.now_s
+            lanes.compute(event.seconds)
+            compute.append(Span(event.name, start_s, lanes.now_s))
+            compute_s += lanes.now_s - start_s
+            copy_s += lanes.now_s - start_s if event.is_copy else 0.0
             ran[event.name] = place
         elif isinstance(event, Launch):
             _require_launch(event, flights, ran)
-            lane = groups.setdefault(event.group, [])
-            span = Span(event.name, lanes.run(event), lanes.ends[event.name])
-            behind = lane[-1].name if span.start_s > lanes.now_s else ""
-            lane.append(span)
-            flights[event.name] = Flight(event, place, lanes.now_s, span.start_s, span.end_s, behind, compute_s)
+            flights[event.name] = flight = Flight(event, place, lanes.now_s, lanes.last_of(event.group), compute_s)
+            lanes.launch(flight)
         else:
             if event.name not in flights:
                 raise ValueError(f"The events wait for {event.name}, which nothing launched before. Move the wait.")
             flight = flights[event.name]
             if flight.waited:
                 raise ValueError(f"The events wait for {event.name} twice. Take the second wait out.")
-            waited_s = lanes.run(event)
-            flight.waited, flight.waited_s, flight.beside_s = True, waited_s, compute_s - flight.computed_s
-            if flight.end_s > waited_s:
-                flight.exposed_s = flight.end_s - waited_s
+            flight.waited, flight.waited_s, flight.beside_s = True, lanes.now_s, compute_s - flight.computed_s
+            for name in (event.name, *event.others):
+                lanes.wait(flights[name])
+            if flight.end_s > flight.waited_s:
+                flight.exposed_s = flight.end_s - flight.waited_s
                 flight.reason, flight.detail = _why_exposed(flight, events, ran, stood)
                 exposed.append(flight)
                 stood.add(place)
@@ -216,6 +265,9 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     for name, flight in flights.items():
         if not flight.waited:
             raise ValueError(f"{name} is launched, and nothing waits for it. Add a wait for {name}.")
+    groups: dict[str, list[Span]] = {}
+    for name, flight in flights.items():
+        groups.setdefault(flight.launch.group, []).append(Span(name, flight.start_s, flight.end_s))
     return Timeline(
         lanes.now_s, compute_s, copy_s, tuple(compute), {group: tuple(spans) for group, spans in groups.items()},
         tuple(exposed), tuple(memory.points), flights,
@@ -229,6 +281,8 @@ def _why_exposed(
     takes = f"it takes {as_ms(flight.launch.seconds)} and {as_ms(flight.beside_s)} of compute stand beside it"
     if flight.queued_s > 0 and flight.queued_s >= flight.exposed_s / 2:
         return QUEUED, f"{as_ms(flight.queued_s)} behind {flight.behind}; {takes}"
+    if flight.shared_s >= flight.exposed_s / 2:
+        return SHARED, f"{as_ms(flight.shared_s)} longer than alone; {takes}"
     last = max(flight.launch.needs, key=ran.__getitem__, default="")
     between = range(ran[last] + 1, flight.place) if last else ()
     moves = any(place in stood or _computes(events[place]) for place in between)
@@ -261,18 +315,6 @@ def _require_launch(launch: Launch, flights: Mapping[str, Flight], ran: Mapping[
 def _require_seconds(name: str, seconds: float) -> None:
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"{name} takes {seconds!r} seconds. Give a number that is at least 0.")
-
-
-def _advance(now_s: float, seconds: float, slowing: Sequence[tuple[float, float, float]]) -> float:
-    """Return when work of so many seconds ends if it begins now, slowed down by collectives (``Lanes.slowing``)."""
-    turns = sorted({turn for begin_s, end_s, _ in slowing for turn in (begin_s, end_s) if turn > now_s})
-    for turn_s in turns:
-        speed = math.prod(1 - share for begin_s, end_s, share in slowing if begin_s <= now_s < end_s)
-        if now_s + seconds / speed <= turn_s:
-            return now_s + seconds / speed
-        seconds -= (turn_s - now_s) * speed
-        now_s = turn_s
-    return now_s + seconds
 
 
 @dataclass

@@ -63,8 +63,13 @@ class Group:
         """Whether the ranks are on more than one node."""
         return self.num_ranks > self.ranks_per_node
 
+    @property
+    def link(self) -> str:
+        """The name of the slowest link that its collectives take, which is that of a profile's field."""
+        return "between" if self.spans_nodes else "inside"
+
     def __str__(self) -> str:
-        return f"{self.num_ranks} ranks {'between' if self.spans_nodes else 'inside'} nodes"
+        return f"{self.num_ranks} ranks {self.link} nodes"
 
 
 # From the name of a process group to where its ranks are.
@@ -186,7 +191,7 @@ def group_of(name: str, profile: HardwareProfile, groups: Groups | None = None) 
 
 def link_of(group: Group, profile: HardwareProfile) -> Link:
     """Return the slowest link that a group's collectives take."""
-    return profile.between if group.spans_nodes else profile.inside
+    return {"inside": profile.inside, "between": profile.between}[group.link]
 
 
 def slowdown(group: Group, profile: HardwareProfile) -> float:

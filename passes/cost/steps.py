@@ -47,6 +47,7 @@ class Step:
     more: Bytes  # that are alive when it begins than when the one before it did; less than 0 if fewer are
     group: str = ""  # of a launch
     slows: float = 0.0  # of a launch: share of its speed that computation loses meanwhile
+    link: str = ""  # of a launch: which other groups may share
     back: tuple[int, ...] = ()  # of a wait: 1 where it waits for the last launch before it, 2 for the one before that
 
 
@@ -93,7 +94,7 @@ def _step_of(event: Event, more: Bytes, launched: dict[str, int]) -> Step:
     """Return the step of an event; ``launched`` has the turn of each launch before it, and then its own."""
     if isinstance(event, Launch):
         launched[event.name] = len(launched)
-        return Step(LAUNCH, event.seconds, more, event.group, event.slows_compute)
+        return Step(LAUNCH, event.seconds, more, event.group, event.slows_compute, event.link)
     if isinstance(event, Wait):
         back = tuple(len(launched) - launched[name] for name in (event.name, *event.others))
         return Step(WAIT, 0.0, more, back=back)
@@ -110,7 +111,7 @@ def replay(half: Half) -> Timeline:
             events.append(Wait(name, others=tuple(others)))
         elif step.what == LAUNCH:
             launched.append(str(place))
-            events.append(Launch(str(place), step.seconds, step.group, slows_compute=step.slows))
+            events.append(Launch(str(place), step.seconds, step.group, slows_compute=step.slows, link=step.link))
         else:
             events.append(Compute(str(place), step.seconds))
     return simulate(events)
