@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -49,6 +50,41 @@ def test_ranks_generate_texts_of_different_lengths() -> None:
     assert lengths[0] == 8 < lengths[1]
     for _ in range(2):
         assert torch.equal(sharded.generate(tokens, eos_token_id=end.item(), **settings), expected)
+
+
+@on_two_ranks
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")  # dropout of nothing
+@pytest.mark.parametrize("compiles", [False, True])
+def test_generate_calls_an_encoder_that_is_no_unit(compiles: bool) -> None:
+    """The encoder reads the table of the root, outside of the root's forward; with one text and with beams."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0
+    )
+    unsharded = T5ForConditionalGeneration(config)
+    sharded = copy.deepcopy(unsharded)
+    for block in (*sharded.encoder.block, *sharded.decoder.block):
+        fully_shard(block)
+    fully_shard(sharded)
+    if compiles:
+        sharded.compile(backend="aot_eager")
+    texts = torch.randint(3, 64, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+    tokens = texts[dist.get_rank()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (unsharded, sharded)]
+    for _ in range(2):  # it generates with the weights of the last step
+        torch.stack([unsharded(input_ids=one, labels=one).loss for one in texts]).mean().backward()
+        sharded(input_ids=tokens, labels=tokens).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for settings in ({"num_beams": 1}, {"num_beams": 3}):
+            expected, found = (
+                model.generate(input_ids=tokens, max_new_tokens=6, do_sample=False, **settings)
+                for model in (unsharded, sharded)
+            )
+            assert torch.equal(found, expected)
 
 
 def test_a_plan_does_not_depend_on_where_markers_stand() -> None:

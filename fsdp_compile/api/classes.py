@@ -31,6 +31,7 @@ from .copies import deep_copy
 from .registered import register
 from .unit_forward import eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
 
+_GENERATE = ("transformers", "peft")  # packages whose models have a method ``generate``
 CHANGES = "_fsdp_compile_changes"  # set on modules while ``nn.Module`` replaces their parameters
 
 
@@ -328,6 +329,9 @@ def sharded_class(
     namespace[INSIDE] = with_code_of_its_own(forward_inside, f"{name}._call_inside")
     forward = unit_forward(cls._call_impl, f"{name}._call_impl")
     namespace["_call_impl"] = forward if eager_only is None else eager_forward_for(forward, name, eager_only)
+    generate: Any = getattr(cls, "generate", None)
+    if getattr(generate, "__module__", "").startswith(_GENERATE):  # it calls modules inside, such as an encoder
+        namespace["generate"] = unit_forward(generate, f"{name}.generate")
     return type(name, (mixin, cls), namespace)
 
 
