@@ -113,9 +113,9 @@ def test_a_model_that_is_limited_by_compute_and_by_a_dependency() -> None:
     forward = [of(found, "forward", f"{layer}.weight") for layer in range(5)]
     assert [one.cause for one in forward] == [DEPENDENCY, DEPENDENCY, COMPUTE, COMPUTE, COMPUTE]
     assert "because of compute" in str(found) and "because of a dependency" in str(found)
-    # The last gradient is computed last, and sent then.
-    last = found.buckets[-1].launch
-    assert last.fqns == ("0.weight",) and last.cause == DEPENDENCY and "left to compute beside it" in last.verdict
+    # Nothing is sent before the first gradient is there.
+    first = next(one.launch for one in found.buckets if one.launch.kind == "reduce_scatter")
+    assert first.fqns == ("4.weight",) and first.cause == DEPENDENCY and "left to compute beside it" in first.verdict
 
 
 def test_verdicts_say_what_the_tables_say() -> None:

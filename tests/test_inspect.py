@@ -136,7 +136,7 @@ Stack: 3 graphs, 8 collectives, 12.1 KiB a rank
   4  grad embed.weight ..          .. end - ms - ms - ms
   #0: longer than the compute beside it: it takes - ms and - ms of compute stand beside it
   #1: queued behind another one: - ms behind all_gather of layers.1.norm.weight +5; it takes - ms and - ms of compute stand beside it
-  #4: queued behind another one: - ms behind all_to_all of layers.0.norm.weight +5; it takes - ms and - ms of compute stand beside it
+  #4: longer than the compute beside it: it takes - ms and - ms of compute stand beside it
   passes: insert 5 (- ms), overlap - (- ms), check 5 (- ms), announce 5 (- ms)
 
 #: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or gets from a

@@ -88,8 +88,8 @@ def test_gathers_go_a_unit_ahead_and_reductions_behind_them() -> None:
     # One unit ahead, waited for at its use. The plan lists launches in this order, and the group is the plan's.
     assert order_of(forward) == "GGwMGwMGwMGwMwM"
     # Backward: the last unit first. The gradient of its weight needs no gather, so it is computed while the gather runs.
-    # The next gather has its turn before each reduction (R), which is waited for after the next unit's was launched.
-    assert order_of(backward) == "GMGRwMGRwwMGRwwMGRwwMRwwMw"
+    # The next gather has its turn before each reduction (R), which is waited for before the next unit's is launched.
+    assert order_of(backward) == "GMGRwMGwRwMGwRwMGwRwMwRwMw"
     plans = {one.stage: one.plan for one in records}
     assert [bucket.unit for bucket in plans["forward"].gathers] == [f"Linear:layers.{i}" for i in range(5)]
     assert [bucket.unit for bucket in plans["backward"].gathers] == [f"Linear:layers.{4 - i}" for i in range(5)]

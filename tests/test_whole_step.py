@@ -250,7 +250,7 @@ def test_backward_begins_to_gather_where_it_begins() -> None:
         "reduce_scatter_members": "R", "wait_tensor": "w", "mm": "M", "sum": "loss", "ones_like": "one",
     }  # fmt: skip
     ops = [line.split("= ")[1].split("(")[0] for line in text(graph).split("\n") if "= " in line]
-    assert_expected_inline(" ".join(short[op] for op in ops if op in short), """G G w M G w M w M G loss one M R G w M M R w G w M M R w w M w""")
+    assert_expected_inline(" ".join(short[op] for op in ops if op in short), """G G w M G w M w M G loss one M R G w M M w R G w M M w R w M w""")
     names = [bucket.fqns[0] for bucket in (*plan.gathers, *plan.reduces)]
     assert_expected_inline(" ".join(names), """layers.0.w layers.1.w layers.2.w layers.2.w@2 layers.1.w@2 layers.0.w@2 layers.2.w layers.1.w layers.0.w""")
 

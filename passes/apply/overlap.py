@@ -3,16 +3,16 @@
     G gather, w wait, C compute that reads the gathered unit, R reduction; one unit of lookahead
 
     before     G1 w1 C1    G2 w2 C2    G3 w3 C3  R3 w3' ...
-    after      G1 G2 w1 C1    G3 w2 C2    w3 C3  R3 ... R2 w3' ...
+    after      G1 G2 w1 C1    G3 w2 C2    w3 C3  R3 ... w3' R2 ...
 
 A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
 memory. Compute that needs no launch comes first, beside the first unit's gathers. A reduction is launched as soon as
-its gradients are there, and waited for when the next unit has launched its own. With replicas, it is waited for before
-that, since the wait starts the all-reduce over the replicas, which is waited for one unit later. If the last gradient
-is a large one, such as an embedding's, all reductions are waited for before it is computed: the gradients of the whole
-model are alive beside it. Everything else keeps its order. In a graph with several phases (a whole step), each phase is
-ordered like a graph of its own: the first unit of backward is launched when backward begins, and not while forward
-still holds it.
+its gradients are there, and waited for before the next unit launches its own, so the buffers of one unit are in memory.
+With replicas, that wait starts the all-reduce over the replicas, which is waited for one unit later. If the last
+gradient is a large one, such as an embedding's, all reductions are waited for before it is computed: the gradients of
+the whole model are alive beside it. Everything else keeps its order. In a graph with several phases (a whole step),
+each phase is ordered like a graph of its own: the first unit of backward is launched when backward begins, and not
+while forward still holds it.
 
 Copies of activations are launches as well. One from the host is launched like a gather. One to the host is launched
 behind the last use in forward, and waited for like a reduction; until then the device has the activation.
@@ -238,8 +238,7 @@ class _Schedule:
         # Launches still to come; a bucket's second launch is part of what follows its first.
         first = [launch for launch in items.launches if launch not in items.seconds]
         self._waiting = sorted(first, key=lambda launch: items.launches[launch].turn)
-        # Reductions just launched; and those in flight, each with the unit that was being reduced at its launch.
-        self._launched: list[fx.Node] = []
+        # Reductions in flight, each with the unit that was being reduced at its launch.
         self._in_flight: list[tuple[fx.Node, str]] = []
 
     def compute(self, item: fx.Node) -> None:
@@ -259,11 +258,9 @@ class _Schedule:
         return bool(self._waiting) and self._waiting[0] in launches
 
     def reduce_what_is_ready(self) -> None:
-        """Launch the reductions that have their turn and their gradients; wait for those of the unit before."""
+        """Launch the reductions that have their turn and their gradients."""
         while self._waiting and self._waiting[0] in self.items.reductions and self._ready(self._waiting[0]):
             self._launch(self._waiting.pop(0))
-        if self._launched:
-            self._settle(self.items.reductions[self._launched[-1]].unit)
 
     def drain(self) -> None:
         """Launch the reductions that have their turn and their gradients; wait for all that are in flight."""
@@ -296,19 +293,14 @@ class _Schedule:
                 self.done.append(top)
 
     def _launch(self, launch: fx.Node) -> None:
-        unit = self.items.reductions[launch].unit if launch in self.items.reductions else ""
-        if unit and self.items.second_of:
-            self._settle(unit)  # a unit's sums over the replicas are launched before the next unit's reductions
-        self.emit(launch)
-        if unit:
-            self._launched.append(launch)
-
-    def _settle(self, unit: str) -> None:
-        """Wait for the reductions that are in flight since an earlier unit than this one was reduced."""
-        self._in_flight += [(launch, self.items.reductions[launch].unit) for launch in self._launched]
-        self._launched.clear()
-        while self._in_flight and self._in_flight[0][1] != unit:
+        if launch not in self.items.reductions:
+            self.emit(launch)
+            return
+        unit = self.items.reductions[launch].unit
+        while self._in_flight and self._in_flight[0][1] != unit:  # of the unit before
             self._complete(self._in_flight.pop(0)[0], unit)
+        self.emit(launch)
+        self._in_flight.append((launch, unit))
 
     def _complete(self, launch: fx.Node, unit: str) -> None:
         """Wait for a reduction; if its bucket has a second one, launch that, which is in flight from here on."""
