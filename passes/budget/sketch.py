@@ -362,7 +362,8 @@ class Sketch:
         name = inner_spec(self._uses[members[0]].spec).group
         group = group_of(name, self._profile, self._groups)
         seconds = collective_seconds("all_gather", sent_by(node).num_bytes, group, self._profile)
-        return dataclasses.replace(event, seconds=seconds, group=name, slows_compute=slowdown(group, self._profile))
+        slows = slowdown(group, self._profile)
+        return dataclasses.replace(event, seconds=seconds, group=name, slows_compute=slows, link=group.link)
 
 
 def saved_without(trial: Trial, activations: Mapping[str, Collection[fx.Node]]) -> dict[str, list[str]]:
