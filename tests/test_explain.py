@@ -116,6 +116,9 @@ def test_a_model_that_is_limited_by_compute_and_by_a_dependency() -> None:
     # Nothing is sent before the first gradient is there.
     first = next(one.launch for one in found.buckets if one.launch.kind == "reduce_scatter")
     assert first.fqns == ("4.weight",) and first.cause == DEPENDENCY and "left to compute beside it" in first.verdict
+    # The last reduction is launched behind the wait for the one before it.
+    last = found.buckets[-1].launch
+    assert last.fqns == ("0.weight",) and last.cause == ORDER and "(between grad 0.weight and end)" in last.verdict
 
 
 def test_verdicts_say_what_the_tables_say() -> None:

@@ -29,7 +29,7 @@ from ..graph.read import getter
 from ..graph.sink import arrange_edges, follow_mode, forget_edges
 from .copies import deep_copy
 from .registered import register
-from .unit_forward import eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
+from .unit_forward import eager_forward_for, forward_by, forward_inside, unit_forward, with_code_of_its_own
 
 _GENERATE = ("transformers", "peft")  # packages whose models have a method ``generate``
 CHANGES = "_fsdp_compile_changes"  # set on modules while ``nn.Module`` replaces their parameters
@@ -331,7 +331,7 @@ def sharded_class(
     namespace["_call_impl"] = forward if eager_only is None else eager_forward_for(forward, name, eager_only)
     generate: Any = getattr(cls, "generate", None)
     if getattr(generate, "__module__", "").startswith(_GENERATE):  # it calls modules inside, such as an encoder
-        namespace["generate"] = unit_forward(generate, f"{name}.generate")
+        namespace["generate"] = forward_by(generate, generate.__qualname__)
     return type(name, (mixin, cls), namespace)
 
 

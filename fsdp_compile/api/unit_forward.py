@@ -148,16 +148,21 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return  # registered before
     forward: Any
     if getattr(known, "__self__", None) is module:
-        forward = _forward_by(known.__func__, getattr(known.__func__, "__qualname__", method_name))
+        forward = forward_by(known.__func__, getattr(known.__func__, "__qualname__", method_name))
     else:
         # No cache may hold this function, which holds ``known``, and so perhaps the module.
         forward = unit_forward(lambda self, *args, **kwargs: known(*args, **kwargs), method_name)
-    _forwards.add(forward)
+        _forwards.add(forward)
     setattr(module, method_name, forward.__get__(module, type(module)))
 
 
 # The forwards of registered methods.
 _forwards: weakref.WeakSet[Any] = weakref.WeakSet()
 
-# One function for all modules that have the method, so that they can share compiled code.
-_forward_by = shared(unit_forward)
+
+@shared
+def forward_by(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the forward for all modules that have this method: one function, so that they can share compiled code."""
+    forward = unit_forward(method, name)
+    _forwards.add(forward)
+    return forward

@@ -7,10 +7,10 @@
 
 A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
 memory. Compute that needs no launch comes first, beside the first unit's gathers. A reduction is launched as soon as
-its gradients are there, and waited for before the next unit launches its own, so the buffers of one unit are in memory.
-With replicas, that wait starts the all-reduce over the replicas, which is waited for one unit later. If the last
-gradient is a large one, such as an embedding's, all reductions are waited for before it is computed: the gradients of
-the whole model are alive beside it. Everything else keeps its order. In a graph with several phases (a whole step),
+its gradients are there, and waited for before the next unit launches its own, so that only the buffers of one unit are
+in memory. With replicas, that wait starts the all-reduce over the replicas, which is waited for one unit later. If the
+last gradient is a large one, such as an embedding's, all reductions are waited for before it is computed: the gradients
+of the whole model are alive beside it. Everything else keeps its order. In a graph with several phases (a whole step),
 each phase is ordered like a graph of its own: the first unit of backward is launched when backward begins, and not
 while forward still holds it.
 

@@ -22,11 +22,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..apply.away import those_that_may_leave
 from ..apply.overlap import planned_order
 from ..cost.copied import Copies, Leaving, to_device, to_host
+from ..cost.events import on_link_of
 from ..cost.fusion import computes_inputs, is_pointwise
 from ..cost.memory import bytes_alive, lives_of, results_of, storages_given, taken_as
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Compute, Event, Launch
-from ..cost.roofline import Groups, collective_seconds, group_of, sent_by, slowdown
+from ..cost.roofline import Groups, collective_seconds, group_of, sent_by
 from ..cost.steps import NO_MORE, Blocks, half_along
 from ..ir.aliases import Storage, base_of, is_free, tensor_bytes, tensors_of
 from ..ir.meta import PARAMETER, ROLE, Role, works_for
@@ -362,8 +363,7 @@ class Sketch:
         name = inner_spec(self._uses[members[0]].spec).group
         group = group_of(name, self._profile, self._groups)
         seconds = collective_seconds("all_gather", sent_by(node).num_bytes, group, self._profile)
-        slows = slowdown(group, self._profile)
-        return dataclasses.replace(event, seconds=seconds, group=name, slows_compute=slows, link=group.link)
+        return on_link_of(group, dataclasses.replace(event, seconds=seconds, group=name), self._profile)
 
 
 def saved_without(trial: Trial, activations: Mapping[str, Collection[fx.Node]]) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ are those of the code that Inductor generates: an op that is fused into its read
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 
 from torch import fx
@@ -24,7 +25,7 @@ from ..wire.streams import TO_DEVICE, TO_HOST
 from .memory import GraphMemory, own_and_callers
 from .profiles import HardwareProfile
 from .replay import Compute, Event, Launch, Wait
-from .roofline import Groups, copy_seconds, graph_seconds, group_of, launch_seconds, sent_by, slowdown
+from .roofline import Group, Groups, copy_seconds, graph_seconds, group_of, launch_seconds, sent_by, slowdown
 
 
 def events_of(
@@ -57,16 +58,8 @@ def events_of(
         if is_launch(node):
             sent = sent_by(node)
             group = group_of(sent.group, profile, groups)
-            launch = Launch(
-                node.name,
-                launch_seconds(node, group, profile),
-                sent.group,
-                *held,
-                needs=_needs(node),
-                slows_compute=slowdown(group, profile),
-                link=group.link,
-            )
-            events.append(launch)
+            launch = Launch(node.name, launch_seconds(node, group, profile), sent.group, *held, needs=_needs(node))
+            events.append(on_link_of(group, launch, profile))
         elif is_copy(node) or _is_beside(node):
             lane = TO_DEVICE if node.target is launch_to_device else TO_HOST
             copy_s = copy_seconds(sum(map(tensor_bytes, tensors_of(node))), profile)
@@ -80,6 +73,11 @@ def events_of(
         else:
             events.append(Compute(node.name, seconds.get(node, 0.0), *held, is_copy=ROLE in node.meta))
     return events
+
+
+def on_link_of(group: Group, launch: Launch, profile: HardwareProfile) -> Launch:
+    """Return the launch on the link that its group takes, with what computation loses beside that."""
+    return dataclasses.replace(launch, slows_compute=slowdown(group, profile), link=group.link)
 
 
 def _is_beside(node: fx.Node) -> bool:

@@ -6,7 +6,7 @@
     group g                        |----w2---|              queued behind w1, waited for before c4
 
 There is one lane of computation and one for each process group, whose collectives run in the order of their launches.
-Groups whose ranks are reached by the same link share it: two collectives that run at once take twice as long each.
+Groups that use the same link share it: two collectives that run on it at the same time take twice as long each.
 Copies to the host have a lane, and copies from there: what is said of collectives holds for them.
 Events are data, so a planner can try an order that no graph has yet; ``events.py`` makes the events of a graph. The
 same events give the same times anywhere.
@@ -79,8 +79,8 @@ class Flight:
     launch: Launch
     place: int
     launched_s: float
-    behind: str  # what it was launched behind, in its lane
     computed_s: float  # of all compute up to its launch, with the slowdown by collectives, without waiting
+    behind: str = ""  # the collective before it in its lane, if that had not ended at its launch
     start_s: float = 0.0  # when its turn comes
     end_s: float = 0.0  # as long as it runs, when it would end if nothing more was launched
     landed: bool = False
@@ -171,26 +171,22 @@ class Lanes:
             self._land(turn_s)
         self.now_s += seconds
 
-    def last_of(self, group: str) -> str:
-        """Return the name of the last collective in a group's lane, or "" if none is in flight."""
-        self._land(self.now_s)
-        queue = self._queues.get(group)
-        return queue[-1].name if queue else ""
-
     def launch(self, flight: Flight) -> None:
         """Begin a collective now, or when those before it in its lane have ended."""
         self._land(self.now_s)
         queue = self._queues.setdefault(flight.launch.group, deque())
+        flight.behind = queue[-1].name if queue else ""
         queue.append(flight)
         if queue[0] is flight:
             self._begin(flight)
 
     def wait(self, flight: Flight) -> None:
+        """Let time pass until a collective has ended."""
         while not flight.landed:
             self._land(min(one.end_s for one in self._running))
 
     def _land(self, now_s: float) -> None:
-        """Go on to a time before which nothing ends; what ends then gives way to the next in its lane."""
+        """Let time pass up to the next end, or less far; behind what ends there, the next one in its lane begins."""
         self.now_s = now_s
         for flight in [one for one in self._running if one.end_s <= now_s]:
             flight.landed = True
@@ -242,8 +238,8 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             ran[event.name] = place
         elif isinstance(event, Launch):
             _require_launch(event, flights, ran)
-            flights[event.name] = flight = Flight(event, place, lanes.now_s, lanes.last_of(event.group), compute_s)
-            lanes.launch(flight)
+            flights[event.name] = Flight(event, place, lanes.now_s, compute_s)
+            lanes.launch(flights[event.name])
         else:
             if event.name not in flights:
                 raise ValueError(f"The events wait for {event.name}, which nothing launched before. Move the wait.")
@@ -251,8 +247,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             if flight.waited:
                 raise ValueError(f"The events wait for {event.name} twice. Take the second wait out.")
             flight.waited, flight.waited_s, flight.beside_s = True, lanes.now_s, compute_s - flight.computed_s
-            for name in (event.name, *event.others):
-                lanes.wait(flights[name])
+            lanes.wait(flight)
             if flight.end_s > flight.waited_s:
                 flight.exposed_s = flight.end_s - flight.waited_s
                 flight.reason, flight.detail = _why_exposed(flight, events, ran, stood)
@@ -262,11 +257,10 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             for name in event.others:
                 flights[name].waited = True
         memory.end(event)
+    groups: dict[str, list[Span]] = {}
     for name, flight in flights.items():
         if not flight.waited:
             raise ValueError(f"{name} is launched, and nothing waits for it. Add a wait for {name}.")
-    groups: dict[str, list[Span]] = {}
-    for name, flight in flights.items():
         groups.setdefault(flight.launch.group, []).append(Span(name, flight.start_s, flight.end_s))
     return Timeline(
         lanes.now_s, compute_s, copy_s, tuple(compute), {group: tuple(spans) for group, spans in groups.items()},

@@ -65,7 +65,7 @@ class Group:
 
     @property
     def link(self) -> str:
-        """The name of the slowest link that its collectives take, which is that of a profile's field."""
+        """The name of the slowest link that its collectives take: a field of the hardware's profile."""
         return "between" if self.spans_nodes else "inside"
 
     def __str__(self) -> str:
@@ -191,7 +191,7 @@ def group_of(name: str, profile: HardwareProfile, groups: Groups | None = None) 
 
 def link_of(group: Group, profile: HardwareProfile) -> Link:
     """Return the slowest link that a group's collectives take."""
-    return {"inside": profile.inside, "between": profile.between}[group.link]
+    return profile.between if group.spans_nodes else profile.inside
 
 
 def slowdown(group: Group, profile: HardwareProfile) -> float:
