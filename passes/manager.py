@@ -182,6 +182,11 @@ class PassManager(CustomGraphPass):
         """Whether the id in a marker stands for a budget."""
         return given in self._budgets
 
+    def kept_states_bytes(self, budget_id: str) -> int:
+        """Return the bytes of an optimizer's states that stay on the device in every step planned for the budget."""
+        choices = [plan.choice for plan in self.settled.decided(self._budgets[budget_id][0])]
+        return min((choice.kept_states_bytes for choice in choices if choice is not None), default=0)
+
     def _plan_of_step(self, graph: fx.Graph) -> Plan:
         asked_for = {str(node.kwargs["step"]) for node in unshard_nodes(graph)}
         if len(asked_for) > 1:

@@ -15,9 +15,10 @@ from ..core.settings import ONCE
 from ..core.unit import Unit, units_in
 from ..graph.install import manager
 from ..lookout.lookout import lookout
+from ..optim.on_host import StatesOnHost
 from ..passes import Budget, HardwareProfile, Plan, load_profile
 from ..passes.budget.budget import default_profile
-from ..passes.budget.residency import MAY
+from ..passes.budget.residency import MAY, OFFLOAD
 from ..passes.ir.module_paths import plain_name
 from .classes import refresh
 from .stream import saved_tensors
@@ -34,6 +35,7 @@ def configure(
     plan: Plan | None = _AS_IT_IS,
     memory_budget: int | float | str | None = _AS_IT_IS,
     may: Collection[str] | None = None,
+    optimizer: StatesOnHost | None = None,
     profile: HardwareProfile | str | Path | None = None,
     watch_s: float | None = None,
 ) -> None:
@@ -60,7 +62,8 @@ def configure(
     **memory_budget** is the peak memory that forward and backward of one rank may use: bytes (``70 << 30``), text
     (``"70GiB"``, ``"800MiB"``), a share of the memory that is free on the GPU when the model is first compiled (a
     float in (0, 1]), or ``"fsdp2"``: what FSDP2 is predicted to need. Shards, gradients, saved activations, gathered
-    parameters and buffers count; optimizer states, and memory outside of the compiled model, do not.
+    parameters and buffers count; memory outside of the compiled model does not, nor does that of an optimizer's states
+    which is not given as **optimizer**.
     Predicted bytes and seconds then decide which parameters stay gathered from forward to backward, whatever
     ``reshard_after_forward`` says (a number of ranks still holds). If several nodes share a parameter, they also decide
     whether slices of it are kept, for the ranks of a node to gather from; and if memory is short, which activations
@@ -72,6 +75,10 @@ def configure(
     **may** says what the budget may choose, by default ``("gather", "recompute")``: which parameters stay gathered
     (else ``reshard_after_forward`` says it), and which activations are computed again. With ``"offload"`` as well,
     activations may be in the memory of the host between forward and backward.
+
+    **optimizer** is an ``optim.StatesOnHost``, with ``"offload"`` in ``may``. The budget is then for its states, too:
+    as many bytes of them stay on the device as forward and backward leave. A byte of a gathered parameter or of an
+    activation is kept only if it saves more seconds than a byte of these states.
 
     **profile** is the hardware for which to predict: a name or a file for ``passes.load_profile``, or a profile; by
     default the built-in one of the device. It also says how many ranks a node has.
@@ -96,7 +103,9 @@ def configure(
         raise ValueError("profile is what memory_budget is predicted by. Give memory_budget as well.")
     if may is not None and memory_budget is None:
         raise ValueError("may is what a memory_budget may choose. Give memory_budget as well.")
-    budget = None if memory_budget is None else _budget(memory_budget, may, profile, units)
+    if optimizer is not None and memory_budget is None:
+        raise ValueError("optimizer is whose states a memory_budget may have on the host. Give memory_budget as well.")
+    budget = None if memory_budget is None else _budget(memory_budget, may, optimizer, profile, units)
     few = None
     if plan is not None:
         few = _ranks_that_a_plan_asks_for(plan, model, units)
@@ -106,6 +115,8 @@ def configure(
     if gather == ONCE or (gather is None and any(unit.settings.gathers_once for unit in units)):
         _require_that_all_may_stay(units)
     given = manager.give(plan) if plan is not None else manager.give_budget(budget) if budget is not None else None
+    if optimizer is not None and given is not None:
+        optimizer.let_a_budget_choose(functools.partial(manager.kept_states_bytes, given))
     for unit in units:
         unit.settings.set_communication(bucketing, reduction, gather)
         if given is not None:
@@ -180,6 +191,7 @@ def let_slices_be_kept(units: Sequence[Unit], few: Callable[[ShardMesh], int], k
 def _budget(
     said: int | float | str,
     may: Collection[str] | None,
+    optimizer: StatesOnHost | None,
     profile: HardwareProfile | str | Path | None,
     units: Sequence[Unit],
 ) -> Budget:
@@ -197,6 +209,8 @@ def _budget(
         if unknown or not may:
             raise ValueError(f"may={may!r} is not a tuple of some of {known}. What is left out stays as it is.")
         budget = dataclasses.replace(budget, may=tuple(one for one in MAY if one in may))
+    if optimizer is not None:
+        budget = dataclasses.replace(budget, states_bytes=_states_bytes(optimizer, budget))
     device = units[0].mesh.device.type
     if budget.share is not None and device != "cuda":
         raise ValueError(
@@ -205,3 +219,17 @@ def _budget(
         )
     num_units = sum(bool(unit.params) for unit in units)
     return dataclasses.replace(budget, profile=profile, num_units=num_units)
+
+
+def _states_bytes(optimizer: StatesOnHost, budget: Budget) -> int:
+    if not isinstance(optimizer, StatesOnHost):
+        raise TypeError(
+            f"optimizer is {type(optimizer).__name__}, whose states stay where they are. Make it "
+            "fsdp_compile.optim.StatesOnHost(params, the class, ...), or leave it out and subtract its states from "
+            "memory_budget."
+        )
+    if OFFLOAD not in budget.may:
+        raise ValueError(
+            f"optimizer has states that may be on the host, and may={budget.may!r} has no {OFFLOAD!r}. Add it."
+        )
+    return optimizer.state_bytes()

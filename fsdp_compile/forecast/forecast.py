@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..passes.budget.budget import searched
 from ..passes.budget.periods import FEW, Periods, periods_of
-from ..passes.budget.residency import GATHER, RECOMPUTE
+from ..passes.budget.residency import GATHER, OFFLOAD, RECOMPUTE
+from ..passes.budget.states import States
 from ..passes.budget.trial import trial_of
 from ..passes.cost.profiles import HardwareProfile
 from ..passes.cost.roofline import node_flops
@@ -26,8 +27,23 @@ from .steps import KINDS, half_of, kinds_by_name
 from .target import Made
 
 OPTIMIZER = "optimizer state"
-# For each optimizer: its states, in multiples of the shards, and how often a step reads or writes the shards' bytes.
-OPTIMIZERS = {"adamw": (2, 7), "sgd": (0, 3), "none": (0, 0)}
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What is counted of an optimizer."""
+
+    states: int  # in multiples of the shards
+    passes: int  # how often a step reads or writes the shards' bytes
+    on_host: bool = False  # the states, but for those that a budget leaves on the device
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(2, 7),
+    "adamw-on-host": Optimizer(2, 7, on_host=True),
+    "sgd": Optimizer(0, 3),
+    "none": Optimizer(0, 0),
+}
 # How many periods of a model are traced without a budget: two alike, with those beside them that may differ. Replicas
 # need one more: their sums are waited for a layer later.
 _FEW = 5
@@ -82,6 +98,7 @@ class Forecast:
     num_traced: int  # layers that were traced
     num_periods: int  # layers that repeat
     choice: Choice | None  # within the budget
+    states_away: int = 0  # bytes of the optimizer's states on the host
 
     @property
     def peak_bytes(self) -> int:
@@ -178,10 +195,11 @@ class Planner:
     def _planned(self, plan: Plan, periods: Periods) -> tuple[Whole, Periods]:
         """Plan the step, within a budget by the search of a compilation; Unsettled where the periods do not tell it."""
         self._told(f"planning {self.num_periods} repeated parts")
-        profile, budget = self.hardware.profile, self.configuration.budget
+        profile, budget, may = self.hardware.profile, self.configuration.budget, self.configuration.may
         blocks: Blocks = {range(len(periods.few)): periods.num_left_out} if periods.num_left_out else {}
         if budget is not None:
-            plan = searched(periods.graph, lambda _: budget, profile, self.configuration.may, periods)
+            states = self._states_bytes(periods) if OFFLOAD in may else 0
+            plan = searched(periods.graph, lambda _: budget, profile, may, periods, states)
             few = periods.compressed(plan.keep, plan.recompute, plan.slices, plan.offload)
             assert few is not None
             (keep, recompute, slices, offload), blocks = few
@@ -195,24 +213,32 @@ class Planner:
         """Forecast by what is chosen within the budget; without one, by the settings of the units."""
         whole, periods = self.all_alike()
         first, then = replay(whole.forward), replay(whole.backward)
-        states, passes = OPTIMIZERS[self.hardware.optimizer]
+        optimizer, profile = OPTIMIZERS[self.hardware.optimizer], self.hardware.profile
         trainable = int(_of_all(_trainable_bytes(periods.graph), periods))
-        profile = self.hardware.profile
+        may_leave = self._states_bytes(periods)
+        away = may_leave - (0 if self._choice is None else self._choice.kept_states_bytes)
+        updating_s = optimizer.passes * trainable / (profile.memory_bytes_per_s * profile.memory_efficiency)
         period = self.run.period if self.run else 1
         return Forecast(
             self.configuration,
             self.hardware,
-            {**dict(zip(KINDS, whole.peak())), OPTIMIZER: states * trainable},
+            {**dict(zip(KINDS, whole.peak())), OPTIMIZER: optimizer.states * trainable - away},
             first.total_s,
             then.total_s,
-            passes * trainable / (profile.memory_bytes_per_s * profile.memory_efficiency),
+            max(updating_s, States(may_leave, profile).seconds(away)),  # the copies run beside it
             first.exposed_s + then.exposed_s,
             self.made.num_tokens * self.hardware.num_ranks,
             _of_all(_flops(periods.graph), periods),
             max(self._joints) * period,
             self.num_periods * period,
             self._choice,
+            away,
         )
+
+    def _states_bytes(self, periods: Periods) -> int:
+        """Return the bytes of the optimizer's states that may be on the host."""
+        optimizer = OPTIMIZERS[self.hardware.optimizer]
+        return optimizer.on_host * optimizer.states * int(_of_all(_trainable_bytes(periods.graph), periods))
 
 
 def whole_of(plan: Plan, profile: HardwareProfile, periods: Periods, blocks: Blocks) -> Whole:

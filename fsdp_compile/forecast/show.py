@@ -27,6 +27,8 @@ def show_one(one: Forecast, title: str, console: Console) -> None:
     verdict = "fits" if one.fits else "does not fit"
     memory = [[kind, size(num_bytes)] for kind, num_bytes in one.peak.items() if num_bytes]
     memory += [["peak", size(one.peak_bytes)], [f"of {size(one.hardware.memory_bytes)} of memory", verdict]]
+    if one.states_away:
+        memory.append(["optimizer state on the host", size(one.states_away)])
     budget = one.configuration.budget
     if budget is not None:
         memory.append(["forward and backward", size(one.held_bytes)])
@@ -156,6 +158,7 @@ def as_data(one: Forecast | TooLarge) -> dict[str, Any]:
         "memory_bytes": one.hardware.memory_bytes,
         "peak_bytes": one.peak_bytes,
         "peak_bytes_by_kind": one.peak,
+        "optimizer_bytes_on_host": one.states_away,
         "forward_backward_bytes": one.held_bytes,
         "budget_met": None if one.configuration.budget is None else one.is_met,
         "step_s": one.step_s,

@@ -28,13 +28,17 @@ class Weights:
 
     def standing_bytes(self, mesh: tuple[int, ...], hardware: Hardware) -> int:
         """Return the bytes of a rank's shards, their gradients and the optimizer's states."""
-        states, _ = OPTIMIZERS[hardware.optimizer]
-        return (self.stored_bytes + self.trained_bytes * (1 + states)) // mesh[-1]
+        return (self.stored_bytes + self.trained_bytes * (1 + _states_there(hardware))) // mesh[-1]
 
     def rest_bytes(self, mesh: tuple[int, ...], hardware: Hardware) -> int:
         """Return the bytes that the memory leaves to forward and backward beside the optimizer's states."""
-        states, _ = OPTIMIZERS[hardware.optimizer]
-        return hardware.memory_bytes - self.trained_bytes * states // mesh[-1]
+        return hardware.memory_bytes - self.trained_bytes * _states_there(hardware) // mesh[-1]
+
+
+def _states_there(hardware: Hardware) -> int:
+    """Return the states that cannot leave the device, in multiples of the shards."""
+    optimizer = OPTIMIZERS[hardware.optimizer]
+    return 0 if optimizer.on_host else optimizer.states
 
 
 def weights_of(model: nn.Module, precision: str) -> Weights:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from ..core.parts import local_of
-from .owners import Owners, OwnersOptimizer
+from .owners import Owners
+from .updating import UpdatingOptimizer
 
 _RATIOS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -28,7 +29,7 @@ _DEFAULT_RATIO = "original"
 _ALGORITHMS = ("muon", "adamw")
 
 
-class Muon(OwnersOptimizer):
+class Muon(UpdatingOptimizer):
     """``torch.optim.Muon`` for sharded models, with AdamW for what is no matrix.
 
     A group may say ``algorithm="muon"`` or ``"adamw"``. In other groups, matrices get Muon and the rest gets AdamW with

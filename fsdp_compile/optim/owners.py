@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
 
 from .._torch_compat import dtensors
 from ..core.containers import map_tensors
@@ -93,30 +92,6 @@ class Owners:
         for mesh in self._meshes:
             published |= mesh.publish({place: held[place] for place in mesh.mine if place in held})
         return published
-
-
-class OwnersOptimizer(Optimizer):
-    """An optimizer whose ``_update`` has owners compute; copies have the attributes that ``_copied`` names, too."""
-
-    _copied: tuple[str, ...]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._copied}}
-
-    # Dynamo would trace the AdamW that was there first, and torch's caches take shards of unequal lengths for equal.
-    @torch.compiler.disable
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients; every rank calls this, with gradients of the same parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
-        return loss
-
-    def _update(self) -> None:
-        raise NotImplementedError
 
 
 def device_of(param: Tensor) -> torch.device:

@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from ..core.containers import map_tensors
 from ..core.parts import local_of
-from .owners import Owners, OwnersOptimizer, device_of
+from .owners import Owners, device_of
+from .updating import UpdatingOptimizer, settings_of
 
 
-class WholeTensorOptimizer(OwnersOptimizer):
+class WholeTensorOptimizer(UpdatingOptimizer):
     """An optimizer of ``optimizer_class``, which sees each parameter of a sharded model whole, on one rank.
 
     ``settings`` are those of the class, and groups may have their own. ``cost`` weighs a shape, to share the work out.
@@ -74,7 +75,7 @@ class WholeTensorOptimizer(OwnersOptimizer):
                     self._show_state(param)
         assert self._without_grads is not None
         for inner, group in zip(self._without_grads.param_groups, self.param_groups):
-            inner.update(_settings(group))
+            inner.update(settings_of(group))
         self._without_grads.step()
         self._take_settings(len(self.param_groups))
 
@@ -103,7 +104,7 @@ class WholeTensorOptimizer(OwnersOptimizer):
                 # torch's set_optimizer_state_dict leaves out lists without tensors, which SOAP has (2.11 to 2.15).
                 state = {0: {**known.get(param, {}), **map_tensors(state_dict["state"][number], _full)}}
             if param in self._owned:
-                groups = [{**_settings(group), "params": [0]}]
+                groups = [{**settings_of(group), "params": [0]}]
                 self._owned[param][0].load_state_dict({"state": state, "param_groups": groups})
             if state:
                 self._show_state(param)
@@ -125,7 +126,7 @@ class WholeTensorOptimizer(OwnersOptimizer):
         for param in (owners.params[place] for owners in self._owners for place in owners.mine):
             if param in group_of and param not in self._owned:
                 stand_in = _stand_in(param)
-                optimizer = self._make([{**_settings(group_of[param]), "params": [stand_in]}], **self._settings)
+                optimizer = self._make([{**settings_of(group_of[param]), "params": [stand_in]}], **self._settings)
                 if self.state.get(param):  # of a copy
                     optimizer.state[stand_in] = self.state[param]
                 self._owned[param] = optimizer, stand_in
@@ -134,7 +135,7 @@ class WholeTensorOptimizer(OwnersOptimizer):
     def _updated(self, param: Tensor, whole: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """Step the optimizer of one parameter; return its new value."""
         optimizer, stand_in = self._owned[param]
-        optimizer.param_groups[0].update(_settings(group))
+        optimizer.param_groups[0].update(settings_of(group))
         stand_in.data = whole
         if grad.dtype != whole.dtype:
             stand_in.grad_dtype = grad.dtype
@@ -148,7 +149,7 @@ class WholeTensorOptimizer(OwnersOptimizer):
         """Have the last groups say what those of the class say."""
         assert self._without_grads is not None
         for inner, group in zip(self._without_grads.param_groups[-num_groups:], self.param_groups[-num_groups:]):
-            group.update(_settings(inner))
+            group.update(settings_of(inner))
 
     def _show_state(self, param: Tensor) -> None:
         """Have ``self.state`` say on all ranks that a parameter has one; elsewhere it is empty."""
@@ -158,12 +159,8 @@ class WholeTensorOptimizer(OwnersOptimizer):
             self.state[param] = optimizer.state[stand_in]
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def _stand_ins(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_settings(group), "params": [_stand_in(param) for param in group["params"]]}
+    return {**settings_of(group), "params": [_stand_in(param) for param in group["params"]]}
 
 
 def _stand_in(param: Tensor) -> nn.Parameter:

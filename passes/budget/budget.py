@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import hashlib
 import re
@@ -50,6 +51,7 @@ class Budget:
     profile: HardwareProfile | None = None  # None: the built-in one of the device
     num_units: int = 0  # of the model: a graph that reads fewer is not the whole step
     may: tuple[str, ...] = (GATHER, RECOMPUTE)  # what is chosen
+    states_bytes: int = 0  # of an optimizer: the budget is for them as well, and they may be on the host
 
     @classmethod
     def of(cls, said: int | float | str) -> Budget:
@@ -78,12 +80,12 @@ class Budget:
             raise ValueError(f"memory_budget={said!r} is less than a byte. {what}")
         return cls(num_bytes)
 
-    def bytes_for(self, graph: fx.Graph, input_bytes: int, profile: HardwareProfile) -> int:
+    def bytes_for(self, graph: fx.Graph, profile: HardwareProfile, input_bytes: int) -> int:
         """Return the bytes that the step of a joint graph may hold, inputs included."""
         if self.num_bytes is not None:
             return self.num_bytes
         if self.like_fsdp2:
-            return trial_of(graph, told_to_keep(graph), profile, like_fsdp2=True).peak_bytes
+            return trial_of(graph, told_to_keep(graph), profile, like_fsdp2=True).peak_bytes + self.states_bytes
         assert self.share is not None
         return int(self.share * free_bytes(device_of(graph))) + input_bytes
 
@@ -130,7 +132,8 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
     profile = budget.profile or default_profile(device_of(graph))
 
     def search() -> Plan:
-        return searched(graph, lambda held: budget.bytes_for(graph, held, profile), profile, budget.may)
+        allowed = functools.partial(budget.bytes_for, graph, profile)
+        return searched(graph, allowed, profile, budget.may, states_bytes=budget.states_bytes)
 
     decision = search() if budget.share is not None else remembered(graph, (budget, profile), search)
     assert decision.choice is not None
@@ -152,6 +155,7 @@ def searched(
     profile: HardwareProfile,
     may: Collection[str],
     periods: Periods | None = None,
+    states_bytes: int = 0,
 ) -> Plan:
     """Return what is chosen within a budget, as a plan without launches; ``choose`` explains the arguments."""
     found = 0
@@ -162,8 +166,9 @@ def searched(
         return found
 
     with _without_collections():
-        best, lost = choose(graph, allowed, profile, may=may, periods=periods)
-    choice = Choice(found, profile.name, 0, best.as_candidate(), tuple(one.as_candidate() for one in lost))
+        best, lost = choose(graph, allowed, profile, may=may, periods=periods, states_bytes=states_bytes)
+    candidates = best.as_candidate(), tuple(one.as_candidate() for one in lost)
+    choice = Choice(found, profile.name, 0, *candidates, states_bytes)
     return Plan(
         "joint",
         keep=tuple(sorted(best.figures.kept)),

@@ -35,6 +35,7 @@ from ..schedule.activations import activations_of, matrices_of
 from ..schedule.slices import keeps_slice, offers_slice
 from .periods import Periods, periods_of
 from .sketch import Sketch, saved_without
+from .states import States
 from .trial import Decision, Figures, trial_of
 
 MAY = GATHER, RECOMPUTE, OFFLOAD = "gather", "recompute", "offload"  # what a budget may choose
@@ -52,6 +53,12 @@ class Tried:
 
     name: str
     figures: Figures
+    states_bytes: int = 0  # of the optimizer's states, for which there is no room
+    states_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.figures.seconds + self.states_s
 
     def as_candidate(self) -> Candidate:
         its = self.figures
@@ -66,6 +73,8 @@ class Tried:
             num_offloaded=len(its.offloaded),
             offloaded_bytes=its.offloaded_bytes,
             copied_s=its.copied_s,
+            states_bytes=self.states_bytes,
+            states_s=self.states_s,
         )
 
 
@@ -88,26 +97,34 @@ def choose(
     groups: Groups | None = None,
     may: Collection[str] = (GATHER, RECOMPUTE),
     periods: Periods | None = None,
+    states_bytes: int = 0,
 ) -> tuple[Tried, list[Tried]]:
     """Return the candidate to take, and those that lost, fastest first.
 
     ``joint`` has gone through the passes before ``chosen_slices``, and is not changed. The budget may depend on the
     bytes that are there before the step begins. ``may`` has some of MAY. ``periods`` are of a step with more layers
-    than were traced; Unsettled if they do not tell what all are like.
+    than were traced; Unsettled if they do not tell what all are like. ``states_bytes`` are of an optimizer whose states
+    the budget is for as well, and which may be on the host.
     """
+    states = States(states_bytes, profile)
     try:
-        return _Search(periods or periods_of(joint), profile, groups, may).choose(budget_bytes)
+        return _Search(periods or periods_of(joint), profile, groups, may, states).choose(budget_bytes)
     except Unsettled:
         if periods is not None:
             raise
-        return _Search(Periods(joint), profile, groups, may).choose(budget_bytes)
+        return _Search(Periods(joint), profile, groups, may, states).choose(budget_bytes)
 
 
 class _Search:
     def __init__(
-        self, periods: Periods, profile: HardwareProfile, groups: Groups | None, may: Collection[str]
+        self,
+        periods: Periods,
+        profile: HardwareProfile,
+        groups: Groups | None,
+        may: Collection[str],
+        states: States,
     ) -> None:
-        self._periods, self._profile, self._groups, self._may = periods, profile, groups, may
+        self._periods, self._profile, self._groups, self._may, self._states = periods, profile, groups, may, states
         graph = periods.graph
         self._told = self._all(told_to_keep(graph))
         self._again = trial_of(graph, (), profile, groups)
@@ -135,10 +152,10 @@ class _Search:
         if GATHER not in self._may:
             items = []
         self._fill(WORTH, nothing, items)
-        if everything is None or not self._fits(everything):
+        if everything is None or self._left(everything) < self._states.num_bytes:
             self._lean(items)
         decision, best = self._best()
-        if best.figures.exposed_s > 0 and self._fits(best.figures):  # earlier gathers may be hidden, but stay longer
+        if best.figures.exposed_s > 0 and self._left(best) >= 0:  # earlier gathers may be hidden, but stay longer
             for ahead in _LOOKAHEADS:
                 self._try(f"{best.name}, gathered {ahead} units ahead", dataclasses.replace(decision, lookahead=ahead))
             decision, best = self._best()
@@ -146,11 +163,11 @@ class _Search:
         while decision not in exact:  # what the partitioner makes of recomputation and copies, a cut tells exactly
             del self._tried[decision]
             if figures := self._figures(decision, sketch=False):
-                self._tried[decision] = Tried(best.name, figures)
+                self._tried[decision] = self._beside_states(best.name, figures)
                 exact.add(decision)
             decision, best = self._best()
         lost = (one for one in self._tried.values() if one is not best)
-        return best, sorted(lost, key=lambda one: one.figures.seconds)
+        return best, sorted(lost, key=lambda one: one.seconds)
 
     def _lean(self, items: list[Item]) -> None:
         """Try steps that begin with all activations recomputed, or on the host, and save as much as fits."""
@@ -167,23 +184,28 @@ class _Search:
             return
         away = best = dataclasses.replace(base, offloaded=self._all(leaving))
         least = self._try(AWAY, away)
-        for its in self._by_worth(base, own):  # what takes long to compute for its bytes is copied, if that is faster
+        # What takes long to compute for its bytes is copied, if that is faster.
+        for _, its in self._by_worth(base, own):
             copied = dataclasses.replace(best, recomputed=_with(best, its).recomputed)
-            figures = self._try(f"{AWAY}, or computed again ({len(copied.recomputed)})", copied)
-            if figures is not None and (least is None or self._order(figures) < self._order(least)):
-                best, least = copied, figures
+            tried = self._try(f"{AWAY}, or computed again ({len(copied.recomputed)})", copied)
+            if tried is not None and (least is None or self._order(tried) < self._order(least)):
+                best, least = copied, tried
         others = [name for name in reversed(leaving) if name not in self._activations]
         self._fill(AWAY_WORTH, best, [*items, *own, *self._items("saved", [(name,) for name in others])])
 
     def _fill(self, name: str, base: Decision, items: list[Item]) -> None:
         """Add to a decision the items that save most, the last layers first, as many as fit."""
-        listed = [one for its in self._by_worth(base, items) for one in its]
+        by_worth = self._by_worth(base, items)
+        listed = [one for _, its in by_worth for one in its]
+        # A byte that saves less time than a byte of the optimizer's states leaves room for these.
+        price, num_bytes = self._states.seconds_a_byte, self._states.num_bytes
+        leaves = [0 if worth >= price else num_bytes for worth, its in by_worth for _ in its]
         taken, first = base, 0
         for _ in range(_KINDS_IN_PART):
             fits, at, over = first, len(listed), len(listed) + 1
             while over - fits > 1:
-                figures = self._try(f"{name}, the first {at}", _with(taken, listed[first:at]))
-                fits, over = (at, over) if figures is not None and self._fits(figures) else (fits, at)
+                tried = self._try(f"{name}, the first {at}", _with(taken, listed[first:at]))
+                fits, over = (at, over) if tried is not None and self._left(tried) >= leaves[at - 1] else (fits, at)
                 at = (fits + over) // 2
             taken = _with(taken, listed[first:fits])
             if fits == len(listed):
@@ -191,8 +213,8 @@ class _Search:
             kind = listed[fits].kind
             first = next((at for at in range(fits, len(listed)) if listed[at].kind != kind), len(listed))
 
-    def _by_worth(self, base: Decision, items: Iterable[Item]) -> list[list[Item]]:
-        """Return the kinds that save time, most seconds a byte first, and the items of each, the last layer's first."""
+    def _by_worth(self, base: Decision, items: Iterable[Item]) -> list[tuple[float, list[Item]]]:
+        """Return the kinds by the seconds that they save a byte, and the items of each, the last layer's first."""
         now = self._figures(base, cut=False)  # a trial for each would take long
         if now is None:
             return []
@@ -203,7 +225,7 @@ class _Search:
             if figures is not None and figures.seconds < now.seconds:
                 more = max(figures.peak_bytes - now.peak_bytes, 1)
                 found.append(((now.seconds - figures.seconds) / more, its))
-        return [its for _, its in sorted(found, key=lambda one: -one[0])]
+        return sorted(found, key=lambda one: -one[0])
 
     def _items(self, field: str, few: Iterable[Sequence[str]]) -> list[Item]:
         """Return an item for each of these, which come last first, in every layer."""
@@ -213,14 +235,14 @@ class _Search:
     def _all(self, few: Collection[str]) -> frozenset[str]:
         return frozenset(name for one in few for its in self._periods.everywhere([one]) for name in its)
 
-    def _try(self, name: str, decision: Decision) -> Figures | None:
-        """Make a candidate of a decision; return its figures, if they can be told."""
+    def _try(self, name: str, decision: Decision) -> Tried | None:
+        """Make a candidate of a decision, if its figures can be told."""
         if GATHER not in self._may:
             decision = dataclasses.replace(decision, kept=self._told, sliced=frozenset())
         figures = self._figures(decision)
         if figures is not None and decision not in self._tried:
-            self._tried[decision] = Tried(name, figures)
-        return figures
+            self._tried[decision] = self._beside_states(name, figures)
+        return self._tried.get(decision)
 
     def _figures(self, decision: Decision, sketch: bool = True, cut: bool = True) -> Figures | None:
         """Return the figures of a sketch, or else of a trial of its own; None if few layers do not tell them."""
@@ -246,14 +268,20 @@ class _Search:
     def _best(self) -> tuple[Decision, Tried]:
         if not self._tried:
             raise Unsettled
-        return min(self._tried.items(), key=lambda both: self._order(both[1].figures))
+        return min(self._tried.items(), key=lambda both: self._order(both[1]))
 
-    def _order(self, figures: Figures) -> tuple[float, ...]:
-        """Return what the best of some figures has least of."""
-        return max(figures.peak_bytes, self._budget), figures.seconds, figures.peak_bytes
+    def _order(self, tried: Tried) -> tuple[float, ...]:
+        """Return what the best of the candidates has least of."""
+        peak_bytes = tried.figures.peak_bytes
+        return max(peak_bytes, self._budget), tried.seconds, peak_bytes
 
-    def _fits(self, figures: Figures) -> bool:
-        return figures.peak_bytes <= self._budget
+    def _left(self, tried: Tried) -> int:
+        """Return the bytes of the budget that forward and backward leave."""
+        return self._budget - tried.figures.peak_bytes
+
+    def _beside_states(self, name: str, figures: Figures) -> Tried:
+        away = self._states.away(figures.peak_bytes, self._budget)
+        return Tried(name, figures, away, self._states.seconds(away))
 
 
 def _with(decision: Decision, items: Iterable[Item]) -> Decision:

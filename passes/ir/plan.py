@@ -52,6 +52,8 @@ class Candidate:
     num_offloaded: int = 0  # parameters whose activations are on the host until backward
     offloaded_bytes: int = 0  # of these activations
     copied_s: float = 0.0  # of the link, in both directions; what is not hidden is part of ``exposed_s``
+    states_bytes: int = 0  # of the optimizer's states, on the host
+    states_s: float = 0.0  # of the optimizer's step, for copying them; no part of ``seconds``
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,16 @@ class Choice:
     rank: int  # the one that decided, by its own batch
     chosen: Candidate
     lost: tuple[Candidate, ...]
+    states_bytes: int = 0  # of all of the optimizer's states that the budget is for as well
 
     @property
     def is_met(self) -> bool:
         return self.chosen.peak_bytes <= self.budget_bytes
+
+    @property
+    def kept_states_bytes(self) -> int:
+        """The bytes of the optimizer's states that stay on the device."""
+        return self.states_bytes - self.chosen.states_bytes
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Choice:
@@ -86,6 +94,9 @@ class Choice:
             copied = f"({as_size(one.offloaded_bytes)}, {one.copied_s * 1e3:.3f} ms of copies)  "
             return said + (copied if one.num_offloaded else "")
 
+        def states(one: Candidate) -> str:
+            return f", {as_size(one.states_bytes)} of states on the host for {one.states_s * 1e3:.3f} ms"
+
         return "\n".join(
             [
                 budget + ("" if self.is_met else ", which nothing fits into"),
@@ -93,6 +104,7 @@ class Choice:
                     f"  {mark} {one.name:<{width}}  {one.num_kept:>5} kept  {besides(one)}"
                     f"peak {as_size(one.peak_bytes):>10}  "
                     f"{one.seconds * 1e3:.3f} ms, {one.exposed_s * 1e3:.3f} of them waiting"
+                    + (states(one) if self.states_bytes else "")
                     + ("" if one.peak_bytes <= self.budget_bytes else "  (over the budget)")
                     for mark, one in rows
                 ),

@@ -47,6 +47,13 @@ class Settled:
             self._decisions[world, about, names] = settled
         return self._decisions[world, about, names]
 
+    def decided(self, about: str) -> list[Plan]:
+        """Return the decisions so far whose ``about`` begins with this word."""
+        world = current_world()
+        return [
+            plan for (its, said, _), plan in self._decisions.items() if its == world and said.startswith(f"{about} ")
+        ]
+
     def _settle(
         self,
         about: str,

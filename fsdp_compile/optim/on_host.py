@@ -1,0 +1,195 @@
+"""Optimizer states in the host's memory, and on the device only while a step updates their parameters.
+
+    to the device      states 0 | states 1 | states 2
+    current stream              | step 0   | step 1   | step 2
+    to the host                            | states 0 | states 1 | states 2
+
+Shards and gradients stay on the device, where the optimizer's own class computes. So the numbers are those of the
+class, and a step takes as long as the copies do.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .._torch_compat import dtensors
+from ..core.containers import map_tensors, tensors_in
+from ..core.parts import local_of
+from ..passes import Budget
+from ..passes.apply.away import LEAST_BYTES
+from ..passes.wire import copies, streams
+from .owners import device_of
+from .updating import UpdatingOptimizer, settings_of
+
+_BUCKET_BYTES = 64 << 20  # of the shards that one bucket updates; three buckets have their states on the device
+
+
+class StatesOnHost(UpdatingOptimizer):
+    """An optimizer of ``optimizer_class``, whose states are in the host's memory between steps.
+
+    ``keep`` are the bytes of states that stay on the device (an int, or text such as ``"4GiB"``): those of the first
+    parameters. ``configure(model, memory_budget=..., may=(..., "offload"), optimizer=this)`` has the budget choose them
+    instead. ``settings`` are those of the class, and groups may have their own. What the class computes of one
+    parameter must not depend on others. Groups and state dicts are those of the class.
+    """
+
+    _copied = ("_make", "_settings", "_keep", "_away")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        keep: int | str = 0,
+        **settings: Any,
+    ) -> None:
+        self._make, self._settings = optimizer_class, settings
+        self._keep = 0 if keep == 0 else Budget.of(keep).num_bytes
+        if self._keep is None:
+            raise ValueError(f"keep={keep!r} is no number of bytes. Give bytes, or text such as '4GiB'.")
+        self._chosen: Callable[[], int] | None = None
+        self._away: set[Tensor] = set()  # parameters whose states are on the host
+        self._inner = optimizer_class(params, **settings)
+        super().__init__(self._inner.param_groups, self._inner.defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_make" in state:  # a copy
+            self._chosen = None
+            groups = [{**settings_of(group), "params": group["params"]} for group in self.param_groups]
+            self._inner = self._make(groups, **self._settings)
+
+    def let_a_budget_choose(self, keep: Callable[[], int]) -> None:
+        """From the next step on, ask this how many bytes of states stay on the device."""
+        self._chosen = keep
+
+    def state_bytes(self) -> int:
+        """Return the bytes of all states that may be on the host, those of the steps to come as well."""
+        return sum(
+            sum(map(_moved_bytes, tensors_in(self.state[param])))
+            if self.state.get(param)
+            else self._expected_bytes(group, local_of(param), device_of(param))
+            for group in self.param_groups
+            for param in group["params"]
+            if _may_leave(param)
+        )
+
+    def _expected_bytes(self, group: dict[str, Any], local: Tensor, device: torch.device) -> int:
+        """Return the bytes of a parameter's states, by those of a small one that the class steps."""
+        like = nn.Parameter(torch.zeros((8,) * min(local.ndim, 2), dtype=local.dtype, device=device))
+        like.grad = torch.zeros_like(like)
+        probe = self._make([{**settings_of(group), "params": [like]}], **self._settings)
+        probe.step()
+        expected = [one.nbytes * local.numel() // like.numel() for one in tensors_in(probe.state[like])]
+        return sum(num_bytes for num_bytes in expected if num_bytes >= LEAST_BYTES)
+
+    def _update(self) -> None:
+        buckets = [*self._buckets()]
+        after = [settings_of(group) for group in self.param_groups]
+        room = self._keep or 0 if self._chosen is None else self._chosen()
+        coming: list[Tensor] = []  # copies that nothing has waited for
+        leaving: list[Tensor] = []
+        try:
+            self._bring(buckets[0][1] if buckets else (), coming)
+            for (number, params), (_, following) in itertools.zip_longest(buckets, buckets[1:], fillvalue=(0, [])):
+                _join(coming)
+                self._bring(following, coming)
+                # Each bucket of a group begins with what the group says, and a step may count in there.
+                self._inner.param_groups = [{**settings_of(self.param_groups[number]), "params": params}]
+                self._inner.state = self.state
+                self._inner.step()
+                after[number] = settings_of(self._inner.param_groups[0])
+                _join(leaving)  # so that the device has the states of three buckets, and not of all
+                room = self._send(params, room, leaving)
+        finally:
+            _join([*coming, *leaving])
+            streams.wait_on_cpu()  # whoever reads the states finds what the step wrote
+        for group, said in zip(self.param_groups, after):
+            group.update(said)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned, or the class's; the device has the states of one parameter at a time."""
+        super().load_state_dict({**state_dict, "state": {}})
+        self._away.clear()
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        leaving: list[Tensor] = []
+        for number, (param, group) in zip(numbers, params):
+            if number in state_dict["state"]:
+                self._inner.param_groups = [{**settings_of(group), "params": [param]}]
+                groups = [{**settings_of(group), "params": [0]}]
+                self._inner.load_state_dict({"state": {0: state_dict["state"][number]}, "param_groups": groups})
+                self.state[param] = self._inner.state[param]
+                self._send([param], 0, leaving)
+                _join(leaving)
+        streams.wait_on_cpu()
+
+    def _buckets(self) -> Iterable[tuple[int, list[Tensor]]]:
+        """Return the parameters that one part of a step updates, with the number of their group."""
+        for number, group in enumerate(self.param_groups):
+            bucket: list[Tensor] = []
+            for param in group["params"]:
+                if bucket and sum(local_of(one).nbytes for one in (*bucket, param)) > _BUCKET_BYTES:
+                    yield number, bucket
+                    bucket = []
+                bucket.append(param)
+            if bucket:
+                yield number, bucket
+
+    def _bring(self, params: Iterable[Tensor], started: list[Tensor]) -> None:
+        """Start to copy the states of these parameters to the device, if they have gradients."""
+        for param in params:
+            if param in self._away and param.grad is not None:
+                to_device = functools.partial(copies.launch_to_device, device=str(local_of(param).device))
+                self.state[param] = _moved(self.state[param], to_device, started)
+                self._away.remove(param)
+
+    def _send(self, params: Iterable[Tensor], room: int, started: list[Tensor]) -> int:
+        """Start to copy states to the host, but for the first ones that there is room for; return what room is left."""
+        for param in params:
+            if param in self._away or not _may_leave(param):
+                continue
+            num_bytes = sum(map(_moved_bytes, tensors_in(self.state.get(param))))
+            if num_bytes <= room:
+                room -= num_bytes
+            else:
+                self.state[param] = _moved(self.state[param], copies.launch_to_host, started)
+                self._away.add(param)
+        return room
+
+
+def _may_leave(param: Tensor) -> bool:
+    """Whether the states are where the model computes, and not with an offloaded shard."""
+    return local_of(param).device.type == device_of(param).type
+
+
+def _moved_bytes(tensor: Tensor) -> int:
+    local = local_of(tensor)
+    return local.nbytes if type(local) is Tensor and local.nbytes >= LEAST_BYTES else 0
+
+
+def _moved(state: Any, copy: Callable[[Tensor], Tensor], started: list[Tensor]) -> Any:
+    """Return a state with copies of its large tensors, which are added to those that were ``started``."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        if not _moved_bytes(tensor):
+            return tensor
+        started.append(copy(local_of(tensor)))
+        return dtensors.dtensor_like(tensor, started[-1]) if isinstance(tensor, DTensor) else started[-1]
+
+    return map_tensors(state, moved)
+
+
+def _join(started: list[Tensor]) -> None:
+    """Have the current stream wait for copies, and forget them."""
+    while started:
+        streams.join(started.pop())
