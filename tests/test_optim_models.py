@@ -1,4 +1,4 @@
-"""Muon and WholeTensorOptimizer train models, however they are sharded, as the unsharded ones are: to the bit."""
+"""Muon, WholeTensorOptimizer and StatesOnHost train models, however sharded, as the unsharded ones are: to the bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.optim import AdamW, Optimizer
 
 from fsdp_compile import CPUOffloadPolicy, ShardPlacementResult
-from fsdp_compile.optim import Muon, WholeTensorOptimizer, muon_groups
+from fsdp_compile.optim import Muon, StatesOnHost, WholeTensorOptimizer, muon_groups
 from tests.comparing import assert_same_grads, assert_same_params, batches, full, loss_of, mine, reference_backward
 from tests.fsdp1_scripts import CPU, OURS, ModuleWrapPolicy
 from tests.models import Block, Stack, mesh_of, shard, twins
@@ -61,12 +61,22 @@ def torchs_muon(model: nn.Module) -> list[Optimizer]:
     return [optimizer, AdamW(others, lr=3e-3)]
 
 
+class SmallStatesOnHost(StatesOnHost):
+    """Small states are copied as well, in several buckets."""
+
+    _least_bytes, _bucket_bytes = 0, 1024
+
+
 #: What makes ours on a sharded model, and what makes the class's own on an unsharded one.
 KINDS: dict[str, tuple[Callable[[nn.Module], Optimizer], Callable[[nn.Module], list[Optimizer]]]] = {
     "Muon": (muon, torchs_muon),
     "SOAP": (
         lambda model: WholeTensorOptimizer(model.named_parameters(), SOAP, lr=0.01, precondition_frequency=2),
         lambda model: [SOAP(model.named_parameters(), lr=0.01, precondition_frequency=2)],
+    ),
+    "on the host": (
+        lambda model: SmallStatesOnHost(model.named_parameters(), AdamW, keep=500, lr=3e-3, amsgrad=True),
+        lambda model: [AdamW(model.named_parameters(), lr=3e-3, amsgrad=True)],
     ),
 }
 

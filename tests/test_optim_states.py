@@ -1,4 +1,4 @@
-"""The state of Muon and WholeTensorOptimizer moves to other ranks, to unsharded optimizers and back, and into copies.
+"""The states of our optimizers move to other ranks, to unsharded optimizers and back, and into copies.
 
 Each next step is that of the unsharded optimizer, to the bit.
 """
@@ -84,7 +84,7 @@ def _save(kind: str, folder: str) -> None:
     back, others = _unsharded(kind)
     back.load_state_dict(unsharded[0].state_dict())
     if len(others) == 1:  # torch's set_optimizer_state_dict leaves out SOAP's lists without tensors (2.11 to 2.15)
-        others[0].load_state_dict(map_tensors(sharded[1].state_dict(), full))
+        others[0].load_state_dict(copy.deepcopy(map_tensors(sharded[1].state_dict(), full)))  # step counts, too
     else:
         set_optimizer_state_dict(back, others, copy.deepcopy(ours), options=WHOLE)  # they would share step counts
     _step(range(3, 5), sharded, unsharded, (back, others))

@@ -25,7 +25,7 @@ from .._torch_compat import process_groups, subclasses
 from ..core.mesh import device_of_type
 from ..core.parts import write_part
 from ..core.unit import units_in
-from ..passes.budget.budget import Budget
+from ..passes.budget.budget import bytes_of
 from ..passes.ir.module_paths import plain_name
 from . import adapters
 from .exchange import Slab, Whole, landed, send, this_rank, whole_of, windows_of
@@ -46,19 +46,6 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
             if tensor is not None:
                 found[plain_name(f"{path}.{name}" if path else name)] = tensor
     return found
-
-
-def bytes_of(setting: str, said: Any) -> int:
-    """Parse what a user gave for a number of bytes."""
-    if isinstance(said, bool) or not isinstance(said, (int, str)):
-        raise TypeError(f"{setting} is {said!r}. Give bytes, or text such as '5GB'.")
-    try:
-        num_bytes = Budget.of(said).num_bytes
-    except ValueError:
-        num_bytes = None
-    if num_bytes is None:
-        raise ValueError(f"{setting}={said!r} is no number of bytes. Give bytes, or text such as '5GB'.")
-    return num_bytes
 
 
 def stream_full_params(

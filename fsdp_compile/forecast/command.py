@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .._torch_compat.process_groups import pretended_world
-from ..api.stream import bytes_of
 from ..passes import load_profile
+from ..passes.budget.budget import bytes_of
 from ..passes.budget.residency import MAY
 from ..passes.cost.profiles import PROFILES
 from ..tools.tables import console_for_output

@@ -29,8 +29,9 @@ from ..api.adapters import adapters_of, plain_model
 from ..api.exchange import Slab, cast_to, this_rank, whole_of
 from ..api.fitting import from_all_ranks, raised_on_all
 from ..api.full_params import require_shards
-from ..api.stream import Ranks, bytes_of, saved_tensors, stream_wholes
+from ..api.stream import Ranks, saved_tensors, stream_wholes
 from ..core.unit import original_class, units_in
+from ..passes.budget.budget import bytes_of
 from .names import as_built, as_saved, groups_of
 from .safetensors import Writer, name_of
 

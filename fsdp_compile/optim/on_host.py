@@ -23,13 +23,11 @@ from torch.optim import Optimizer
 from .._torch_compat import dtensors
 from ..core.containers import map_tensors, tensors_in
 from ..core.parts import local_of
-from ..passes import Budget
 from ..passes.apply.away import LEAST_BYTES
+from ..passes.budget.budget import bytes_of
 from ..passes.wire import copies, streams
 from .owners import device_of
 from .updating import UpdatingOptimizer, settings_of
-
-_BUCKET_BYTES = 64 << 20  # of the shards that one bucket updates; three buckets have their states on the device
 
 
 class StatesOnHost(UpdatingOptimizer):
@@ -42,6 +40,8 @@ class StatesOnHost(UpdatingOptimizer):
     """
 
     _copied = ("_make", "_settings", "_keep", "_away")
+    _least_bytes = LEAST_BYTES  # of a tensor that is worth a copy
+    _bucket_bytes = 64 << 20  # of the shards that one bucket updates; three buckets have their states on the device
 
     def __init__(
         self,
@@ -52,9 +52,7 @@ class StatesOnHost(UpdatingOptimizer):
         **settings: Any,
     ) -> None:
         self._make, self._settings = optimizer_class, settings
-        self._keep = 0 if keep == 0 else Budget.of(keep).num_bytes
-        if self._keep is None:
-            raise ValueError(f"keep={keep!r} is no number of bytes. Give bytes, or text such as '4GiB'.")
+        self._keep = 0 if keep == 0 else bytes_of("keep", keep)
         self._chosen: Callable[[], int] | None = None
         self._away: set[Tensor] = set()  # parameters whose states are on the host
         self._inner = optimizer_class(params, **settings)
@@ -74,7 +72,7 @@ class StatesOnHost(UpdatingOptimizer):
     def state_bytes(self) -> int:
         """Return the bytes of all states that may be on the host, those of the steps to come as well."""
         return sum(
-            sum(map(_moved_bytes, tensors_in(self.state[param])))
+            self._bytes_of(self.state[param])
             if self.state.get(param)
             else self._expected_bytes(group, local_of(param), device_of(param))
             for group in self.param_groups
@@ -88,13 +86,13 @@ class StatesOnHost(UpdatingOptimizer):
         like.grad = torch.zeros_like(like)
         probe = self._make([{**settings_of(group), "params": [like]}], **self._settings)
         probe.step()
-        expected = [one.nbytes * local.numel() // like.numel() for one in tensors_in(probe.state[like])]
-        return sum(num_bytes for num_bytes in expected if num_bytes >= LEAST_BYTES)
+        expected = [one.nbytes * local.numel() // like.numel() for one in tensors_in(probe.state[like]) if one.ndim]
+        return sum(num_bytes for num_bytes in expected if num_bytes >= self._least_bytes)
 
     def _update(self) -> None:
         buckets = [*self._buckets()]
         after = [settings_of(group) for group in self.param_groups]
-        room = self._keep or 0 if self._chosen is None else self._chosen()
+        room = self._keep if self._chosen is None else self._chosen()
         coming: list[Tensor] = []  # copies that nothing has waited for
         leaving: list[Tensor] = []
         try:
@@ -138,7 +136,7 @@ class StatesOnHost(UpdatingOptimizer):
         for number, group in enumerate(self.param_groups):
             bucket: list[Tensor] = []
             for param in group["params"]:
-                if bucket and sum(local_of(one).nbytes for one in (*bucket, param)) > _BUCKET_BYTES:
+                if bucket and sum(local_of(one).nbytes for one in (*bucket, param)) > self._bucket_bytes:
                     yield number, bucket
                     bucket = []
                 bucket.append(param)
@@ -150,7 +148,7 @@ class StatesOnHost(UpdatingOptimizer):
         for param in params:
             if param in self._away and param.grad is not None:
                 to_device = functools.partial(copies.launch_to_device, device=str(local_of(param).device))
-                self.state[param] = _moved(self.state[param], to_device, started)
+                self.state[param] = self._moved(self.state[param], to_device, started)
                 self._away.remove(param)
 
     def _send(self, params: Iterable[Tensor], room: int, started: list[Tensor]) -> int:
@@ -158,35 +156,36 @@ class StatesOnHost(UpdatingOptimizer):
         for param in params:
             if param in self._away or not _may_leave(param):
                 continue
-            num_bytes = sum(map(_moved_bytes, tensors_in(self.state.get(param))))
+            num_bytes = self._bytes_of(self.state.get(param))
             if num_bytes <= room:
                 room -= num_bytes
             else:
-                self.state[param] = _moved(self.state[param], copies.launch_to_host, started)
+                self.state[param] = self._moved(self.state[param], copies.launch_to_host, started)
                 self._away.add(param)
         return room
+
+    def _is_moved(self, tensor: Tensor) -> bool:
+        local = local_of(tensor)
+        return type(local) is Tensor and local.nbytes >= self._least_bytes and local.ndim > 0
+
+    def _bytes_of(self, state: Any) -> int:
+        return sum(local_of(one).nbytes for one in tensors_in(state) if self._is_moved(one))
+
+    def _moved(self, state: Any, copy: Callable[[Tensor], Tensor], started: list[Tensor]) -> Any:
+        """Return a state with copies of its large tensors, which are added to those that were ``started``."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            if not self._is_moved(tensor):
+                return tensor
+            started.append(copy(local_of(tensor)))
+            return dtensors.dtensor_like(tensor, started[-1]) if isinstance(tensor, DTensor) else started[-1]
+
+        return map_tensors(state, moved)
 
 
 def _may_leave(param: Tensor) -> bool:
     """Whether the states are where the model computes, and not with an offloaded shard."""
     return local_of(param).device.type == device_of(param).type
-
-
-def _moved_bytes(tensor: Tensor) -> int:
-    local = local_of(tensor)
-    return local.nbytes if type(local) is Tensor and local.nbytes >= LEAST_BYTES else 0
-
-
-def _moved(state: Any, copy: Callable[[Tensor], Tensor], started: list[Tensor]) -> Any:
-    """Return a state with copies of its large tensors, which are added to those that were ``started``."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        if not _moved_bytes(tensor):
-            return tensor
-        started.append(copy(local_of(tensor)))
-        return dtensors.dtensor_like(tensor, started[-1]) if isinstance(tensor, DTensor) else started[-1]
-
-    return map_tensors(state, moved)
 
 
 def _join(started: list[Tensor]) -> None:

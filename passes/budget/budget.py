@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -88,6 +89,19 @@ class Budget:
             return trial_of(graph, told_to_keep(graph), profile, like_fsdp2=True).peak_bytes + self.states_bytes
         assert self.share is not None
         return int(self.share * free_bytes(device_of(graph))) + input_bytes
+
+
+def bytes_of(setting: str, said: Any) -> int:
+    """Parse what a user gave for a number of bytes."""
+    if isinstance(said, bool) or not isinstance(said, (int, str)):
+        raise TypeError(f"{setting} is {said!r}. Give bytes, or text such as '5GB'.")
+    try:
+        num_bytes = Budget.of(said).num_bytes
+    except ValueError:
+        num_bytes = None
+    if num_bytes is None:
+        raise ValueError(f"{setting}={said!r} is no number of bytes. Give bytes, or text such as '5GB'.")
+    return num_bytes
 
 
 def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: str) -> Plan:

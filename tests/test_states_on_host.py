@@ -1,0 +1,296 @@
+"""Optimizer states on the host: which of them, when they are copied, and how a memory budget decides about them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_compile import CPUOffloadPolicy, configure, inspect
+from fsdp_compile.core.containers import tensors_in
+from fsdp_compile.core.parts import local_of
+from fsdp_compile.optim import StatesOnHost
+from fsdp_compile.passes.budget.residency import AGAIN, MAY, choose
+from fsdp_compile.passes.budget.states import States
+from fsdp_compile.passes.wire import copies
+from tests.comparing import assert_same_params, batches, local_loss, loss_of, mine, reference_backward
+from tests.models import EvenBlock, Stack, pair, shard, twins
+from tests.on_ranks import on_two_ranks
+from tests.ordering import CPU, History, watched
+from tests.recording import planned
+from tests.test_budget import GROUPS, HELD, KIB, PEAK, five_products
+from tests.test_cost import TOY
+from tests.test_optim_models import SmallStatesOnHost
+
+# Two tensors of a matrix of 64 by 128.
+STATES = 2 * 32 << 10
+
+
+def _matrices(number: int = 4) -> list[nn.Parameter]:
+    """With gradients; the last one is too small for its states to be worth a copy."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(64, 128)) for _ in range(number)] + [nn.Parameter(torch.randn(64))]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return params
+
+
+def _matched(number: int = 4) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    return _matrices(number), _matrices(number)
+
+
+class _Copies(TorchDispatchMode):
+    """Lists the copies between the host and the device, and the steps in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = {copies.launch_to_host: "away", copies.launch_to_device: "back"}
+        if func in names:
+            self.seen.append(names[func])
+        elif "_foreach_addcdiv_" in str(func):
+            self.seen.append("step")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("keep", "num_away"), [(0, 4), (STATES - 1, 4), (STATES, 3), ("130KiB", 2), ("1GiB", 0)])
+def test_the_first_states_stay_as_far_as_there_is_room(keep: int | str, num_away: int) -> None:
+    params, others = _matched()
+    optimizer, reference = StatesOnHost(params, AdamW, keep=keep, foreach=True), AdamW(others)
+    assert optimizer.state_bytes() == 4 * STATES
+    for _ in range(3):
+        with _Copies() as copied:
+            optimizer.step()
+        reference.step()
+        assert copied.seen.count("away") == 2 * num_away
+    assert copied.seen.count("back") == 2 * num_away
+    assert optimizer.state_bytes() == 4 * STATES
+    for one, other in zip(params, others):
+        assert torch.equal(one, other)
+        for name, value in optimizer.state[one].items():
+            assert torch.equal(value, reference.state[other][name])
+
+
+def test_the_next_states_are_on_their_way_while_some_are_updated() -> None:
+    class OneByOne(StatesOnHost):
+        _bucket_bytes = 1
+
+    optimizer = OneByOne(_matrices(3)[:3], AdamW, foreach=True)
+    optimizer.step()
+    with _Copies() as copied:
+        optimizer.step()
+    once = [one for one, other in zip(copied.seen, [None, *copied.seen]) if one != other]
+    assert once == ["back", "step", "away", "back", "step", "away", "step", "away"]
+
+
+def test_groups_schedules_and_counts_are_those_of_the_class() -> None:
+    class Counting(AdamW):
+        """Counts its steps in its groups, and steps by that."""
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["steps"] = group.get("steps", 0) + 1
+                group["weight_decay"] = 0.01 * group["steps"]
+            return super().step(closure)
+
+    params, others = _matched()
+    made = [
+        make([{"params": its[:2], "lr": 0.1}, {"params": its[2:3], "betas": (0.5, 0.9)}], lr=0.01)
+        for make, its in ((lambda *a, **k: SmallStatesOnHost(a[0], Counting, **k), params), (Counting, others))
+    ]
+    for optimizer, its in zip(made, (params, others)):
+        optimizer.add_param_group({"params": its[3:], "lr": 0.5})
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for _ in range(3):
+            assert optimizer.step(lambda: torch.tensor(7.0)) == 7
+            schedule.step()
+    assert [group["steps"] for group in made[0].param_groups] == [3, 3, 3]
+    ours, theirs = (one.state_dict() for one in made)
+    assert ours["param_groups"] == theirs["param_groups"]
+    torch.testing.assert_close(ours["state"], theirs["state"], atol=0, rtol=0)
+    for one, other in zip(params, others):
+        assert torch.equal(one, other)
+
+
+def test_a_parameter_without_a_gradient_leaves_its_states_where_they_are() -> None:
+    params, others = _matched()
+    optimizer, reference = StatesOnHost(params, AdamW), AdamW(others)
+    for step in range(3):
+        params[1].grad = others[1].grad = None if step == 1 else torch.ones(64, 128)
+        with _Copies() as copied:
+            optimizer.step()
+        reference.step()
+        assert copied.seen.count("back") == 2 * (0, 3, 4)[step]
+    for one, other in zip(params, others):
+        assert torch.equal(one, other)
+
+
+def test_a_step_that_raises_can_be_taken_again() -> None:
+    class Raising(AdamW):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if Raising.fails and any(param is bad for group in self.param_groups for param in group["params"]):
+                raise KeyboardInterrupt
+            return super().step(closure)
+
+    class OneByOne(StatesOnHost):
+        _bucket_bytes = 1
+
+    params, others = _matched()
+    bad = params[2]
+    optimizer, reference = OneByOne(params, Raising), AdamW(others)
+    optimizer.step()
+    reference.step()
+    Raising.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    Raising.fails = False
+    for param in params[:2]:
+        param.grad = None  # these have been updated
+    optimizer.step()
+    reference.step()
+    for one, other in zip(params, others):
+        assert torch.equal(one, other)
+    assert optimizer.state_bytes() == 4 * STATES and len(optimizer.state) == 5
+
+
+def _train_with_two_streams(skips: Callable[..., bool]) -> set[str]:
+    model, history = Stack(2, block=EvenBlock), History(skips)
+    shard(model)
+    optimizer = SmallStatesOnHost(model.parameters(), AdamW, foreach=False)
+    with watched(history, model):
+        for _ in range(3):
+            model(torch.arange(8).view(2, 4)).sum().backward()
+            optimizer.step()
+            for one in tensors_in([*optimizer.state.values()]):
+                local_of(one).sum()  # a checkpoint would read them
+    return history.unordered
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+@pytest.mark.parametrize(
+    ("left_out", "found"),
+    [
+        ((), ""),
+        (("wait", "current", "to_device"), "current reads what to_device writes"),
+        (("wait", "to_host", "current"), "to_host reads what current writes"),
+        (("synchronize", "to_host"), f"{CPU} reads what to_host writes"),
+    ],
+)
+def test_copies_and_steps_are_in_order(left_out: tuple[str, ...], found: str) -> None:
+    unordered = _train_with_two_streams(lambda *what: what == left_out)
+    assert found in unordered if found else unordered == set()
+
+
+@on_two_ranks
+def test_states_of_offloaded_shards_are_there_already() -> None:
+    """On a device other than the CPU; here the mesh is of the CPU, so they are copied."""
+    reference, model = pair(offload_policy=CPUOffloadPolicy())
+    optimizer, other = SmallStatesOnHost(model.parameters(), AdamW), AdamW(reference.parameters())
+    for step in range(2):
+        local_loss(model, step).backward()
+        reference_backward(reference, batches(step))
+        optimizer.step()
+        other.step()
+    assert_same_params(model, reference, atol=1e-4)
+
+
+@pytest.mark.parametrize("said", ["much", -1, True, 0.5])
+def test_what_is_no_number_of_bytes_is_refused(said: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"keep.*Give bytes, or text such as"):
+        StatesOnHost(_matrices(), AdamW, keep=said)
+
+
+# --- within a budget -------------------------------------------------------------------------------------------------
+
+
+def _chosen(budget: int, states_bytes: int, **changes: Any) -> Any:
+    """The best candidate, whose states are on the host where that is best of all that were tried."""
+    profile = dataclasses.replace(TOY, **changes)
+    best, lost = choose(five_products(), lambda _: budget * KIB, profile, GROUPS, MAY, states_bytes=states_bytes * KIB)
+    states = States(states_bytes * KIB, profile)
+    for one in (best, *lost):
+        assert one.states_bytes == states.away(one.figures.peak_bytes, budget * KIB)
+        assert one.states_s == states.seconds(one.states_bytes)
+    fitting = [one.seconds for one in (best, *lost) if one.figures.peak_bytes <= budget * KIB]
+    assert best.seconds == min(fitting, default=best.seconds)
+    return best
+
+
+def test_a_budget_has_states_on_the_host_only_as_far_as_they_do_not_fit() -> None:
+    assert _chosen(1000, 100).states_bytes == 0
+    best = _chosen(PEAK + 32 + 40, 100, host_bytes_per_s=1e13)  # copies cost next to nothing: everything is kept
+    assert (best.figures.peak_bytes, best.states_bytes) == ((PEAK + 32) * KIB, 60 * KIB)
+
+
+def test_what_saves_less_than_the_states_leaves_them_the_room() -> None:
+    """Copies over a slow link cost more than the gathers that keeping parameters would save."""
+    best = _chosen(PEAK + 32 + 68, 100, host_bytes_per_s=1e6)
+    assert (best.figures.peak_bytes, best.states_bytes) == (PEAK * KIB, 0)
+    cheap = _chosen(PEAK + 32 + 68, 100, host_bytes_per_s=1e13)
+    assert cheap.figures.seconds < best.figures.seconds and cheap.states_bytes == 32 * KIB
+
+
+def test_a_budget_below_the_peak_has_all_states_on_the_host() -> None:
+    best = _chosen(HELD, 100)
+    assert best.figures.peak_bytes > HELD * KIB and best.states_bytes == 100 * KIB
+
+
+@pytest.mark.filterwarnings("ignore:memory_budget is")
+@pytest.mark.parametrize("share", [0.0, 0.6])
+@on_two_ranks
+def test_a_compiled_model_and_its_optimizer_are_within_one_budget(share: float) -> None:
+    reference, model = twins(lambda: Stack(3, dim=128, block=EvenBlock))
+    optimizer = StatesOnHost(shard(model).parameters(), AdamW, lr=3e-3)
+    other, states_bytes = AdamW(reference.parameters(), lr=3e-3), optimizer.state_bytes()
+    assert states_bytes == 3 * 2 * 2 * 64 * KIB  # of the blocks' matrices; those of embedding and head are small
+    configure(model, memory_budget="1GiB", may=MAY, optimizer=optimizer)
+    plan = planned(model, mine())
+    assert plan.choice is not None and plan.choice.kept_states_bytes == states_bytes
+    least = next(one.peak_bytes for one in plan.choice.lost if one.name == AGAIN)
+    configure(model, memory_budget=least + int(share * states_bytes) if share else 1, may=MAY, optimizer=optimizer)
+    torch._dynamo.reset()
+    run = torch.compile(model)
+    with inspect(model) as report:
+        for step in range(3):
+            loss_of(run(mine(step))).backward()
+            reference_backward(reference, batches(step))
+            for one in (optimizer, other):
+                one.step()
+                one.zero_grad()
+    assert_same_params(model, reference, atol=2e-4)
+    choice = report.joint.plan.choice
+    assert choice is not None and choice.states_bytes == states_bytes
+    loss_of(run(mine())).backward()
+    with _Copies() as copied:
+        optimizer.step()
+    kept_bytes = states_bytes - copied.seen.count("back") * 64 * KIB
+    assert kept_bytes <= choice.kept_states_bytes
+    assert choice.is_met == bool(share) and "of states on the host for" in str(choice)
+    if share:
+        assert choice.chosen.peak_bytes + choice.kept_states_bytes <= choice.budget_bytes
+        assert choice.kept_states_bytes - kept_bytes < 2 * 64 * KIB  # there is no room for the next matrix's
+        assert 0 < kept_bytes < states_bytes
+    else:
+        assert kept_bytes == choice.kept_states_bytes == 0
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_what_a_budget_cannot_have_on_the_host_is_refused() -> None:
+    model = shard(Stack(1))
+    on_host = StatesOnHost(model.parameters(), AdamW)
+    with pytest.raises(ValueError, match=r"optimizer is whose states a memory_budget .* Give memory_budget as well"):
+        configure(model, optimizer=on_host)
+    with pytest.raises(ValueError, match=r"may=\('gather', 'recompute'\) has no 'offload'. Add it"):
+        configure(model, memory_budget="1GiB", optimizer=on_host)
+    with pytest.raises(TypeError, match=r"optimizer is AdamW, whose states stay .*StatesOnHost"):
+        configure(model, memory_budget="1GiB", may=MAY, optimizer=AdamW(model.parameters()))  # type: ignore[arg-type]
