@@ -31,6 +31,7 @@ from fsdp_compile.forecast.target import Target, find_target
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord, load_profile
 from fsdp_compile.passes.budget.residency import MAY
+from fsdp_compile.passes.cost.roofline import copy_seconds
 from fsdp_compile.passes.cost.steps import Half, Step, Unsettled, lengthened, peak, replay, settled
 from fsdp_compile.passes.ir.plan import Candidate, Choice
 from fsdp_compile.passes.ir.provenance import find_reduces
@@ -368,6 +369,24 @@ def test_what_is_frozen_or_stored_narrowly_takes_no_more_than_it_does(capsys: An
     assert code == 0 and held["shards"] == 2 * params // 4 and held[OPTIMIZER] == 2 * 2 * trained // 4
     assert plan["budget"] == (100 << 20) - held[OPTIMIZER]
     assert plan["peak_bytes"] < 16 * params // 4  # what one that is trained in float32 takes before it computes
+
+
+def test_states_are_on_the_host_as_far_as_the_budget_has_no_room(capsys: Any) -> None:
+    arguments = (MODEL, *WORLD, "--batch", "4x128", "--optimizer", "adamw-on-host")
+    states = 2 * 4 * sum(param.numel() for param in Tiny().parameters()) // RANKS
+    [away] = _plans(capsys, *arguments)[1]["plans"]
+    least = away["forward_backward_bytes"]
+    assert away["peak_bytes_by_kind"][OPTIMIZER] == 0 and away["peak_bytes"] == least
+    assert away["optimizer_bytes_on_host"] == states
+    assert away["optimizer_s"] == copy_seconds(states, load_profile("h100"))
+    within = ("--budget", "rest", "--may", *MAY)
+    for memory, kept in ((least + 2 * states, states), (least + states // 3, states // 3)):
+        code, data, _ = _plans(capsys, *arguments, "--memory", f"{memory}B", *within)
+        [plan] = data["plans"]
+        held = plan["peak_bytes_by_kind"][OPTIMIZER]
+        assert code == 0 and plan["fits"] and plan["budget"] == memory
+        assert held + plan["optimizer_bytes_on_host"] == states
+        assert held >= kept and plan["peak_bytes"] <= memory  # what is kept, leaves less than nothing kept
 
 
 def test_a_model_without_layers_is_swept_without_checkpointing(capsys: Any) -> None:

@@ -53,8 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "'rest', what --memory leaves beside the optimizer")  # fmt: skip
     add("--may", nargs="+", choices=MAY, help="what is chosen within the budget: which parameters stay gathered for "
         "backward, which activations are recomputed, which are on the host; default: the first two")  # fmt: skip
-    add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="whose states are counted; on-host "
-        "is optim.StatesOnHost; default: %(default)s")  # fmt: skip
+    add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="whose states are counted; on-host is "
+        "optim.StatesOnHost; default: %(default)s")  # fmt: skip
     add("--sweep", action="store_true", help="other meshes, batches, checkpointing and budgets too, the best marked")
     add("--json", action="store_true", help="print data in place of tables")
 

@@ -38,9 +38,10 @@ class Optimizer:
     on_host: bool = False  # the states, but for those that a budget leaves on the device
 
 
+ON_HOST = "-on-host"
 OPTIMIZERS = {
     "adamw": Optimizer(2, 7),
-    "adamw-on-host": Optimizer(2, 7, on_host=True),
+    f"adamw{ON_HOST}": Optimizer(2, 7, on_host=True),
     "sgd": Optimizer(0, 3),
     "none": Optimizer(0, 0),
 }

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ..passes.budget.residency import MAY, OFFLOAD
 from ..tools.tables import Column, Rows
-from .forecast import Forecast
+from .forecast import ON_HOST, OPTIMIZERS, Forecast
 from .joint import FULL, NONE
 from .sweep import TooLarge, Weights
 
@@ -133,9 +133,12 @@ def advice(one: Forecast | TooLarge, weights: Weights) -> str:
     needs = f"it needs {size(one.peak_bytes)} on each rank and has {size(memory)}"
     if standing > memory:
         ranks = math.ceil(said.mesh[-1] * standing / memory)
+        on_host = f"{one.hardware.optimizer}{ON_HOST}"
+        others = dataclasses.replace(one.hardware, optimizer=on_host) if on_host in OPTIMIZERS else one.hardware
+        helps = f", or try --optimizer {on_host}" if weights.standing_bytes(said.mesh, others) <= memory else ""
         return (
             f"{needs}: shards, their gradients and the optimizer's states alone are {size(standing)}, so share the "
-            f"parameters out over at least {ranks} ranks (the last number of --mesh)."
+            f"parameters out over at least {ranks} ranks (the last number of --mesh){helps}."
         )
     if said.checkpointing != FULL and one.peak["activations"] > one.peak_bytes - memory:
         return f"{needs}: {size(one.peak['activations'])} of them are activations, so add --checkpointing full."
