@@ -7,7 +7,8 @@ stacked matrices of Mixtral's 8 experts are sharded over their rows: over 64 ran
 With `--within-memory`, no row is checkpointed, and its batch is doubled until it does not fit. Then the row says what a
 budget of the whole memory makes of it, where gathers, recomputation and offloading are chosen among, and what FSDP2
 takes with every layer checkpointed and CPUOffloadPolicy. Gathers then copy shards from the host first, and reductions
-copy gradients to the host last. Seconds are of forward and backward: the optimizer's on the host are not counted.
+copy gradients to the host last. Seconds are of forward and backward: FSDP2's optimizer on the host is not counted. Two
+more rows are of one machine, where the optimizer's states may be on the host as well; there, ours is.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Row:
     batch: int = 1
     sequence: int = 4096
     checkpointing: str = NONE
+    optimizer: str = "adamw"
 
 
 ROWS = (
@@ -77,6 +79,10 @@ ROWS = (
     Row("mixtral-8x7b", (64,), "h100", 1, 4096, FULL),
     Row("mixtral-8x7b", (512,), "h200", 1, 4096, FULL),
 )
+ON_ONE_MACHINE = (
+    Row("llama-3-70b", (8,), "h200", optimizer="adamw-on-host"),
+    Row("mixtral-8x7b", (8,), "h100", optimizer="adamw-on-host"),
+)
 
 
 def forecast(row: Row, **said: Any) -> Forecast:
@@ -84,7 +90,7 @@ def forecast(row: Row, **said: Any) -> Forecast:
     profile, num_ranks = load_profile(row.hardware), 1
     for size in row.mesh:
         num_ranks *= size
-    hardware = Hardware(profile, profile.memory_bytes, num_ranks, "bf16", "adamw")
+    hardware = Hardware(profile, profile.memory_bytes, num_ranks, "bf16", row.optimizer)
     configuration = Configuration(row.mesh, row.batch, row.sequence, row.checkpointing, **said)
     sharded = functools.partial(auto_shard, shard_placement_fn=_experts_by_rows)
     with warnings.catch_warnings(), pretended_world(num_ranks, "nccl"), mock.patch.object(joint, "auto_shard", sharded):
@@ -135,7 +141,7 @@ def beside_fsdp2(row: Row) -> list[str]:
 def within_memory(row: Row) -> tuple[Row, list[str]]:
     """Return the row with the first batch that does not fit, and its figures."""
     row = dataclasses.replace(row, checkpointing=NONE)
-    while (plain := forecast(row)).fits:
+    while (plain := forecast(row)).fits and not plain.states_away:
         row = dataclasses.replace(row, batch=2 * row.batch)
     memory_bytes = plain.hardware.memory_bytes
     ours = forecast(row, budget=memory_bytes - plain.peak[OPTIMIZER], may=MAY)
@@ -146,6 +152,8 @@ def within_memory(row: Row) -> tuple[Row, list[str]]:
     away = sum(theirs.peak[kind] for kind in (OPTIMIZER, "shards", "gradients"))  # all gradients: in FSDP2's favour
     gib = [f"{num_bytes / 2**30:.1f}" for num_bytes in (plain.peak_bytes, memory_bytes, ours.peak_bytes)]
     plain_s, ours_s, theirs_s = (one.forward_s + one.backward_s for one in (plain, ours, theirs))
+    if row.optimizer == "adamw-on-host":
+        plain_s, ours_s = plain.step_s, ours.step_s
     return row, [
         gib[0], f"{plain_s * 1e3:,.1f}", gib[1], gib[2] + ("" if ours.fits else " (over)"), f"{ours_s * 1e3:,.1f}",
         f"{its.num_recomputed}", f"{its.offloaded_bytes / 2**30:.1f}", f"{its.copied_s * 1e3:,.1f}",
@@ -156,7 +164,7 @@ def within_memory(row: Row) -> tuple[Row, list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.schedules", description=__doc__.partition("\n")[0])
-    numbers = range(1, 1 + len(ROWS))
+    numbers = range(1, 1 + len(ROWS) + len(ON_ONE_MACHINE))
     parser.add_argument("--only", type=int, nargs="+", choices=numbers, metavar="N", help="these rows alone")
     parser.add_argument("--within-memory", action="store_true", help="what does not fit without a budget")
     options = parser.parse_args()
@@ -165,8 +173,8 @@ def main() -> None:
         grid.add_column(heading, no_wrap=True)
     for heading in _WITHIN if options.within_memory else _COLUMNS:
         grid.add_column(heading, justify="right", no_wrap=True)
-    for number in options.only or numbers:
-        row = ROWS[number - 1]
+    for number in options.only or (numbers if options.within_memory else numbers[: len(ROWS)]):
+        row = (*ROWS, *ON_ONE_MACHINE)[number - 1]
         row, figures = within_memory(row) if options.within_memory else (row, beside_fsdp2(row))
         mesh, batch = "x".join(map(str, row.mesh)), f"{row.batch}x{row.sequence}"
         grid.add_row(row.model, mesh, row.hardware, batch, row.checkpointing, *figures)

@@ -66,9 +66,9 @@ class Periods:
         kinds = [tuple(tuple(name in one for name in names) for one in its) for names in self.names]
         blocks = [(kind, len([*same])) for kind, same in itertools.groupby(kinds)]
         lengths = [min(length, _FEW_OF_A_BLOCK) for _, length in blocks]
-        for _ in range(len(self.few) - sum(lengths)):  # the next one where most are left out
-            most = max(range(len(blocks)), key=lambda place: (blocks[place][1] - lengths[place]) / lengths[place])
-            lengths[most] += blocks[most][1] > lengths[most]
+        for _ in range(len(self.few) - sum(lengths)):  # the next one to the shortest of those that can take it
+            can = [place for place, (_, length) in enumerate(blocks) if length > lengths[place]]
+            lengths[min(can, key=lengths.__getitem__)] += 1
         if sum(lengths) != len(self.few):
             return None
         inside = {name for names in self.names for name in names}
