@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import CPUOffloadPolicy, fully_shard
 from fsdp_compile.core.unit import units_in
 from fsdp_compile.eager.running import running
+from fsdp_compile.optim import StatesOnHost
 from tests.comparing import assert_same_grads, assert_same_params
 from tests.models import Block
 from tests.on_ranks import _on
@@ -196,6 +197,32 @@ def test_an_offloaded_shard_on_the_gpu_is_refused(compiled: bool) -> None:
     model = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy()).cuda()
     with pytest.raises(RuntimeError, match=r"weight.*CPU"):
         (torch.compile(model) if compiled else model)(torch.ones(2, 4))
+
+
+@on_gpus
+def test_optimizer_states_leave_the_gpu_between_steps() -> None:
+    class OneByOne(StatesOnHost):
+        _bucket_bytes = 1
+
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(1024, 1024, device="cuda")) for _ in range(8)]
+    others = copy.deepcopy(params)
+    for one, other in zip(params, others):
+        one.grad = other.grad = torch.randn_like(one)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer = OneByOne(params, torch.optim.AdamW, lr=1e-2)
+    for _ in range(STEPS):
+        optimizer.step()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    assert torch.cuda.max_memory_allocated() - before < 5 * 8 << 20  # of three parameters, and what AdamW computes with
+    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert all(one.is_pinned() for one in states)
+    expected = torch.optim.AdamW(others, lr=1e-2)
+    for _ in range(STEPS):
+        expected.step()
+    for one, other in zip(params, others):
+        assert torch.equal(one, other)
 
 
 def _groups_memory() -> bool:

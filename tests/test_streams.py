@@ -139,7 +139,7 @@ def test_what_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) 
 def test_one_module_asks_torch_for_streams() -> None:
     """What measures and profiles is apart: it runs beside no training."""
     asks = re.compile(r"torch\.(cuda\.)?(Stream|Event|stream)\(|current_stream\(|\b(record|wait)_(stream|event)\(|\.resize_\(")
-    folders = [FOLDER / "passes", *(FOLDER / "fsdp_compile" / name for name in ("core", "graph", "eager", "api", "fsdp1"))]
+    folders = [FOLDER / "passes", *(FOLDER / "fsdp_compile" / name for name in ("core", "graph", "eager", "api", "fsdp1", "optim"))]
     found = {path.name for folder in folders for path in folder.rglob("*.py") if asks.search(path.read_text())}
     assert found == {"streams.py"}
 
