@@ -31,7 +31,7 @@ from fsdp_compile import FSDPModule, cli, fully_shard
 from tests.comparing import assert_same_grads, assert_same_params, batches, full, mine, reference_backward
 from tests.compiling import num_graphs
 from tests.models import Block, BreakBlock, Stack, pair, shard, twins
-from tests.pages import DOCS, blocks, pattern, pieces, plain, play
+from tests.pages import DOCS, blocks, has_in_order, pieces, play
 from tests.ranks import Ranks
 from tests.test_recipes import shared_folder
 
@@ -285,7 +285,7 @@ def test_the_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monk
 def _run_examples() -> None:
     shard_and_compile, fsdp1 = blocks("../README.md", "python")
     of_pages = [code for page in WITH_README for code in blocks(page, "python")]
-    inspect, edit, page, why, costs, budget, again, away, accumulate, once, explain, whole_step, compare = of_pages
+    inspect, edit, page, why, costs, budget, again, away, states, accumulate, once, explain, whole_step, compare = of_pages
     batch = torch.zeros(2, 5, dtype=torch.long)
     names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
@@ -298,8 +298,8 @@ def _run_examples() -> None:
     section = (DOCS / "inspect.md").read_text().split("\n## Why it waits\n")[1]
     shown = re.findall(r"^```text\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)[0]
     printed = _printed(why, names)
-    assert pattern(shown).search(plain(printed)), printed
-    for code in (budget, away):
+    assert has_in_order(printed, shown), printed
+    for code in (budget, away, states):
         budgeted = fully_shard(Stack(1))
         exec(code, names | {"model": budgeted})
         torch.compile(budgeted, backend="passes")(batch).sum().backward()

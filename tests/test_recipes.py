@@ -400,6 +400,19 @@ def _soap(blocks: list[str]) -> None:
     assert_same_params(model, unsharded, atol=0, rtol=0)
 
 
+@section("Optimizer states in the host's memory")
+def _states_on_host(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    names = play(*blocks, model=torch.compile(shard(model)), batch=mine())
+    for param, other in zip(model.parameters(), unsharded.parameters()):
+        other.grad = full(param.grad).clone()
+    torch.optim.AdamW(unsharded.parameters(), lr=3e-4).step()
+    assert_same_params(model, unsharded, atol=0, rtol=0)
+    with Wire() as wire:
+        names["optim"].step()
+    assert not wire.calls
+
+
 @section("Which optimizers")
 def _which_optimizers(blocks: list[str]) -> None:
     unsharded, model = twins()
