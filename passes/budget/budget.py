@@ -31,7 +31,7 @@ from ..ranks.settle import Settled
 from ..schedule.planner import plan_joint, plan_keeping
 from .periods import Periods
 from .remember import remembered
-from .residency import GATHER, RECOMPUTE, choose, told_to_keep
+from .residency import GATHER, OFFLOAD, RECOMPUTE, choose, told_to_keep
 from .trial import trial_of
 
 _UNITS = {"": 1, "B": 1} | {
@@ -153,10 +153,11 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
     assert decision.choice is not None
     choice = dataclasses.replace(decision.choice, rank=rank)
     if not choice.is_met:
+        helps = "have shards on the CPU (CPUOffloadPolicy)" if OFFLOAD in budget.may else f"add {OFFLOAD!r} to may"
         warnings.warn(
             f"memory_budget is {as_size(choice.budget_bytes)} ({choice.budget_bytes:,} bytes), and the smallest plan "
             f"of this step needs {as_size(choice.chosen.peak_bytes)} ({choice.chosen.peak_bytes:,} bytes): "
-            f"{choice.chosen.name}, which is used. To come down, checkpoint whole blocks that are not yet "
+            f"{choice.chosen.name}, which is used. To come down, {helps}, checkpoint whole blocks that are not yet "
             "(torch.utils.checkpoint), take a smaller batch or shorter sequences, or shard over more ranks.",
             stacklevel=2,
         )
