@@ -275,7 +275,7 @@ WORLD = ("--world-size", "16")
         ((MODEL, *WORLD, "--mesh", "2x2x4"), r"--mesh 2x2x4 is no mesh: give"),
         ((MODEL, *WORLD, "--hardware", "h1000"), r"no hardware profile 'h1000': give one of cpu, a100, h100"),
         ((MODEL, *WORLD, "--memory", "plenty"), r"--memory plenty is no number of bytes: give one such as 70GiB"),
-        ((MODEL, *WORLD, "--memory", "90GiB"), r"--memory 90GiB is more than the 79\.0 GiB of h100: give less"),
+        ((MODEL, *WORLD, "--memory", "90GiB"), r"--memory 90GiB is more than the 77\.8 GiB that torch may allocate on h100: give less"),
         ((MODEL, *WORLD, "--memory", "80"), r"--memory 80 has no unit, so it is 80 bytes: write 80GiB, or 80B"),
         ((MODEL, *WORLD, "--budget", "60"), r"--budget 60 has no unit, so it is 60 bytes: write 60GiB"),
         ((MODEL, *WORLD, "--may", "offload"), r"--may says what is chosen within a budget, and there is none: add --budget"),

@@ -143,8 +143,8 @@ def _read_hardware(arguments: argparse.Namespace) -> Hardware:
         memory = _bytes("--memory", arguments.memory)
     if memory > profile.memory_bytes:
         raise Mistake(
-            f"--memory {arguments.memory} is more than the {size(profile.memory_bytes)} of {profile.name}: "
-            "give less, or other --hardware."
+            f"--memory {arguments.memory} is more than the {size(profile.memory_bytes)} that torch may allocate on "
+            f"{profile.name}: give less, or other --hardware."
         )
     return Hardware(profile, memory, math.prod(_mesh(arguments)), arguments.mp, arguments.optimizer)
 

@@ -91,13 +91,13 @@ def work(settings: dict[str, Any], rank: int, send: Send) -> None:
     found["host_bytes_per_s"] = meter.host_bytes_per_s()
     at("kernels without work")
     found["kernel_s"] = meter.kernel_s()
-    found["memory_bytes"] = meter.memory_bytes(job.ranks)
     for kind in KINDS:
         for num_bytes in job.sizes:
             at(f"{kind} of {num_bytes >> 10} KiB")
             found["collectives"][kind].append((num_bytes, meter.collective_s(kind, num_bytes, job.ranks)))
     at("compute beside a collective")
     found["slows_compute"] = meter.slowed_by_collective(max(job.sizes), job.ranks)
+    found["memory_bytes"] = meter.memory_bytes(job.ranks)  # beside a communicator that has been used
     found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     found["backend"] = dist.get_backend()
     found["threads"] = torch.get_num_threads()
@@ -197,7 +197,8 @@ class _Meter:
 
     def memory_bytes(self, ranks: int) -> int:
         if self._device.type == "cuda":
-            return int(torch.cuda.get_device_properties(self._device).total_memory)
+            free, _ = torch.cuda.mem_get_info(self._device)
+            return int(free + torch.cuda.memory_reserved(self._device))
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
     def collective_s(self, kind: str, num_bytes: int, ranks: int) -> float:

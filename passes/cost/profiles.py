@@ -71,7 +71,7 @@ class HardwareProfile:
     backend: str  # of the process groups; gloo moves the bytes of an all_reduce in its reduce_scatter
     flops: Mapping[str, float] = field(hash=False)  # a second, by dtype: dense matmuls; "tf32" where float32 may use it
     matmul_efficiency: float  # share of the peak that large matmuls of a model reach
-    memory_bytes: int  # of one rank
+    memory_bytes: int  # that torch may allocate on one rank
     memory_bytes_per_s: float  # read plus written
     host_bytes_per_s: float  # copies from or to the memory of the CPU that drives it, in one direction
     memory_efficiency: float  # share of both bandwidths that is reached
@@ -225,10 +225,17 @@ _INFINIBAND_EFFICIENCY = 0.92
 # torchao/testing/training/roofline_utils.py). Other cards are taken to be alike.
 _HBM_EFFICIENCY = 0.92
 # Memory is what torch reports of these cards (total_memory), in whole GiB. Data sheets round, and some count GB: an 80
-# GB card has 79.1 GiB, an H200 139.8, a B200 178.4.
+# GB card has 79.1 GiB, an H200 139.8, a B200 178.4. Of that, torch cannot have what the driver takes for a process, 534
+# MiB of an H100 (meta-pytorch/torchcomms, pull request 777), and a communicator of NCCL, 688 MB of an A100 in groups of
+# more than two (NVIDIA/nccl, issue 964; 1.06 GB for both on 8 H100, issue 1685). Other cards are taken to be alike.
+_OUTSIDE_BYTES = (534 << 20) + 688 * 10**6
 
 # A Triton kernel of one element takes 2 us of an H100 (the same file of pytorch/ao).
 _GPU_KERNEL_S = 2e-6
+
+
+def _memory(gib: int) -> int:
+    return (gib << 30) - _OUTSIDE_BYTES
 
 
 def _infiniband(gbit_per_s: float, slows_compute: float) -> Link:
@@ -264,7 +271,7 @@ _A100 = HardwareProfile(
     backend="nccl",
     flops={"float64": 19.5e12, "float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12, "float16": 312e12},
     matmul_efficiency=0.82,
-    memory_bytes=79 << 30,
+    memory_bytes=_memory(79),
     memory_bytes_per_s=2.039e12,
     host_bytes_per_s=32e9,
     memory_efficiency=_HBM_EFFICIENCY,
@@ -292,7 +299,7 @@ _H100 = HardwareProfile(
     backend="nccl",
     flops=_HOPPER_FLOPS,
     matmul_efficiency=0.69,
-    memory_bytes=79 << 30,
+    memory_bytes=_memory(79),
     memory_bytes_per_s=3.35e12,
     host_bytes_per_s=64e9,
     memory_efficiency=_HBM_EFFICIENCY,
@@ -305,7 +312,7 @@ _H100 = HardwareProfile(
 
 # NVIDIA H200 Tensor Core GPU data sheet, H200 SXM: the compute figures of H100 SXM; 141 GB, 4.8 TB/s; NVLink 900 GB/s.
 # DGX H200: the adapters of DGX H100. Matmuls as on H100 (the same source).
-_H200 = dataclasses.replace(_H100, name="h200", memory_bytes=139 << 30, memory_bytes_per_s=4.8e12)
+_H200 = dataclasses.replace(_H100, name="h200", memory_bytes=_memory(139), memory_bytes_per_s=4.8e12)
 
 # NVIDIA Blackwell architecture technical brief and HGX B200 page, one of eight GPUs: FP64 40, FP32 80, dense TF32
 # 1,100, BF16 and FP16 2,250 (36 PFLOPS for eight, with sparsity), FP8 4,500 TFLOPS; NVLink 1.8 TB/s. DGX B200 data
@@ -321,7 +328,7 @@ _B200 = dataclasses.replace(
         "float8_e4m3fn": 4500e12, "float8_e5m2": 4500e12,
     },
     matmul_efficiency=0.6,
-    memory_bytes=178 << 30,
+    memory_bytes=_memory(178),
     memory_bytes_per_s=8e12,
     inside=_nvlink(1800e9, _HOPPER_SLOWS),
     attention_efficiency=0.88,
@@ -340,7 +347,7 @@ _GB200 = dataclasses.replace(
         "float64": 40e12, "float32": 80e12, "tf32": 1250e12, "bfloat16": 2500e12, "float16": 2500e12,
         "float8_e4m3fn": 5000e12, "float8_e5m2": 5000e12,
     },
-    memory_bytes=184 << 30,
+    memory_bytes=_memory(184),
     host_bytes_per_s=225e9,
     ranks_per_node=72,
 )  # fmt: skip
