@@ -97,7 +97,7 @@ def test_report_shows_collectives_buckets_bytes_and_passes(saved: Saved) -> None
     assert_expected_inline(
         saved[1][0],
         """\
-Stack: 3 graphs, 8 collectives, 12.1 KiB a rank
+Stack: 3 graphs, 9 collectives, 12.1 KiB a rank
 
 00_joint: 16 unshards and 16 reduce_grads -> 12 gathered again in backward, 4 kept
   unit              params  names                                       in backward     reduced  gathered  why
@@ -107,19 +107,21 @@ Stack: 3 graphs, 8 collectives, 12.1 KiB a rank
   predicted on 'cpu': forward - ms, backward - ms, - of them waiting; peak -
   passes: merge 0 (- ms), slices 0 (- ms), parts 0 (- ms), chosen_slices 0 (- ms), keep 16 (- ms)
 
-01_forward: 16 unshards and 0 reduce_grads -> 3 collectives, 3.3 KiB a rank
+01_forward: 16 unshards and 0 reduce_grads -> 4 collectives, 3.3 KiB a rank
   #  collective  unit              params  names                                       dtype  bytes/rank   bucket   copied
-  0  all_gather  (Stack)                4  embed.weight norm.weight norm.bias +1       bf16      1.0 KiB  2.1 KiB  3.1 KiB
+  0  all_gather  (Stack)                1  embed.weight                                bf16        512 B  1.0 KiB        -
   1  all_gather  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB  3.4 KiB
   2  all_gather  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB  3.4 KiB
-  #  launched behind  waited for before           takes  beside it   exposed
-  0  begin ..         .. embed.weight - ms - ms - ms
-  1  begin ..         .. layers.0.norm.weight - ms - ms - ms
-  2  embed.weight ..  .. layers.1.norm.weight - ms - ms - ms
+  3  all_gather  (Stack)                3  norm.weight norm.bias head.weight           bf16        544 B  1.1 KiB  1.6 KiB
+  #  launched behind          waited for before           takes  beside it   exposed
+  0  begin ..                 .. embed.weight - ms - ms - ms
+  1  begin ..                 .. layers.0.norm.weight - ms - ms - ms
+  2  embed.weight ..          .. layers.1.norm.weight - ms - ms - ms
+  3  layers.0.down.weight ..  .. norm.weight - ms - ms - ms
   #0: longer than the compute beside it: it takes - ms and - ms of compute stand beside it
-  #1: queued behind another one: - ms behind all_gather of embed.weight +3; it takes - ms and - ms of compute stand beside it
+  #1: queued behind another one: - ms behind all_gather of embed.weight; it takes - ms and - ms of compute stand beside it
   #2: queued behind another one: - ms behind all_gather of layers.0.norm.weight +5; it takes - ms and - ms of compute stand beside it
-  passes: insert 3 (- ms), overlap - (- ms), check 3 (- ms), announce 3 (- ms)
+  passes: insert 4 (- ms), overlap - (- ms), check 4 (- ms), announce 4 (- ms)
 
 02_backward: 12 unshards and 16 reduce_grads -> 5 collectives, 8.8 KiB a rank
   #  collective  unit              params  names                                       dtype  bytes/rank   bucket   copied
@@ -221,7 +223,7 @@ shard of layers.0.up.weight [17, 16] fp32 1.1 KiB
 shard of layers.0.up.bias [17] fp32 68 B
 unshard layers.0.up.weight [33, 16] bf16 1.0 KiB
 unshard layers.0.up.bias [33] bf16 66 B
-all_gather embed.weight norm.weight norm.bias head.weight bf16 2.1 KiB (1.0 KiB a rank)
+all_gather embed.weight bf16 1.0 KiB (512 B a rank)
 reduce_grad layers.1.up.bias [17] fp32 68 B
 reduce_grad layers.1.up.weight [17, 16] fp32 1.1 KiB
 all_to_all embed.weight norm.weight norm.bias head.weight fp32 4.1 KiB (2.1 KiB a rank)

@@ -30,8 +30,11 @@ def reduce_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
 
 
 def gather_key(spec: ParamSpec) -> tuple[object, ...]:
-    """Return what the members of one all-gather must have in common."""
-    return (spec.group, spec.num_shards, spec.dtype, spec.bucketing)
+    """Return what the members of one all-gather must have in common.
+
+    Tables are apart: forward reads them long before a head, and backward does not, which would keep or gather both.
+    """
+    return (spec.group, spec.num_shards, spec.dtype, spec.bucketing, spec.is_table)
 
 
 def reduce_key(spec: ParamSpec) -> tuple[object, ...]:
