@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import Adagrad, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import CPUOffloadPolicy, configure, inspect
@@ -116,6 +116,20 @@ def test_groups_schedules_and_counts_are_those_of_the_class() -> None:
     ours, theirs = (one.state_dict() for one in made)
     assert ours["param_groups"] == theirs["param_groups"]
     torch.testing.assert_close(ours["state"], theirs["state"], atol=0, rtol=0)
+    for one, other in zip(params, others):
+        assert torch.equal(one, other)
+
+
+def test_states_that_are_there_before_the_first_step_leave_at_once() -> None:
+    params, others = _matched()
+    with _Copies() as copied:
+        optimizer, reference = StatesOnHost(params, Adagrad, lr=0.1), Adagrad(others, lr=0.1)
+    assert copied.seen == ["away"] * 4 and optimizer.state_bytes() == 4 * STATES // 2
+    for _ in range(2):
+        with _Copies() as copied:
+            optimizer.step()
+        reference.step()
+        assert copied.seen.count("back") == 4
     for one, other in zip(params, others):
         assert torch.equal(one, other)
 
@@ -292,5 +306,7 @@ def test_what_a_budget_cannot_have_on_the_host_is_refused() -> None:
         configure(model, optimizer=on_host)
     with pytest.raises(ValueError, match=r"may=\('gather', 'recompute'\) has no 'offload'. Add it"):
         configure(model, memory_budget="1GiB", optimizer=on_host)
+    with pytest.raises(ValueError, match=r"optimizer has no parameter of the model. Make it of model.parameters"):
+        configure(model, memory_budget="1GiB", may=MAY, optimizer=StatesOnHost(_matrices(), AdamW))
     with pytest.raises(TypeError, match=r"optimizer is AdamW, whose states stay .*StatesOnHost"):
         configure(model, memory_budget="1GiB", may=MAY, optimizer=AdamW(model.parameters()))  # type: ignore[arg-type]

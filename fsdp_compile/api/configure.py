@@ -210,7 +210,7 @@ def _budget(
             raise ValueError(f"may={may!r} is not a tuple of some of {known}. What is left out stays as it is.")
         budget = dataclasses.replace(budget, may=tuple(one for one in MAY if one in may))
     if optimizer is not None:
-        budget = dataclasses.replace(budget, states_bytes=_states_bytes(optimizer, budget))
+        budget = dataclasses.replace(budget, states_bytes=_states_bytes(optimizer, budget, units))
     device = units[0].mesh.device.type
     if budget.share is not None and device != "cuda":
         raise ValueError(
@@ -221,13 +221,16 @@ def _budget(
     return dataclasses.replace(budget, profile=profile, num_units=num_units)
 
 
-def _states_bytes(optimizer: StatesOnHost, budget: Budget) -> int:
+def _states_bytes(optimizer: StatesOnHost, budget: Budget, units: Sequence[Unit]) -> int:
     if not isinstance(optimizer, StatesOnHost):
         raise TypeError(
             f"optimizer is {type(optimizer).__name__}, whose states stay where they are. Make it "
             "fsdp_compile.optim.StatesOnHost(params, the class, ...), or leave it out and subtract its states from "
             "memory_budget."
         )
+    shards = {id(param.param) for unit in units for param in unit.params}
+    if not any(id(param) in shards for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError("optimizer has no parameter of the model. Make it of model.parameters(), after fully_shard.")
     if OFFLOAD not in budget.may:
         raise ValueError(
             f"optimizer has states that may be on the host, and may={budget.may!r} has no {OFFLOAD!r}. Add it."

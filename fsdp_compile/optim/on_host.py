@@ -57,6 +57,8 @@ class StatesOnHost(UpdatingOptimizer):
         self._away: set[Tensor] = set()  # parameters whose states are on the host
         self._inner = optimizer_class(params, **settings)
         super().__init__(self._inner.param_groups, self._inner.defaults)
+        self.state = self._inner.state  # Adagrad has states from the begin
+        self._send_now(self.state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -71,23 +73,29 @@ class StatesOnHost(UpdatingOptimizer):
 
     def state_bytes(self) -> int:
         """Return the bytes of all states that may be on the host, those of the steps to come as well."""
-        return sum(
-            self._bytes_of(self.state[param])
-            if self.state.get(param)
-            else self._expected_bytes(group, local_of(param), device_of(param))
-            for group in self.param_groups
-            for param in group["params"]
-            if _may_leave(param)
-        )
+        found = 0
+        for group in self.param_groups:
+            small: dict[Any, list[float]] = {}
+            for param in filter(_may_leave, group["params"]):
+                local, kind = local_of(param), (param.dtype, min(param.ndim, 2), device_of(param))
+                if self.state.get(param):
+                    found += self._bytes_of(self.state[param])
+                else:
+                    if kind not in small:
+                        small[kind] = self._bytes_an_element(group, *kind)
+                    expected = [int(num_bytes * local.numel()) for num_bytes in small[kind]]
+                    found += sum(num_bytes for num_bytes in expected if num_bytes >= self._least_bytes)
+        return found
 
-    def _expected_bytes(self, group: dict[str, Any], local: Tensor, device: torch.device) -> int:
-        """Return the bytes of a parameter's states, by those of a small one that the class steps."""
-        like = nn.Parameter(torch.zeros((8,) * min(local.ndim, 2), dtype=local.dtype, device=device))
+    def _bytes_an_element(
+        self, group: dict[str, Any], dtype: torch.dtype, ndim: int, device: torch.device
+    ) -> list[float]:
+        """Return the bytes of each state for an element of a parameter, by those that the class gives a small one."""
+        like = nn.Parameter(torch.zeros((8,) * ndim, dtype=dtype, device=device))
         like.grad = torch.zeros_like(like)
         probe = self._make([{**settings_of(group), "params": [like]}], **self._settings)
         probe.step()
-        expected = [one.nbytes * local.numel() // like.numel() for one in tensors_in(probe.state[like]) if one.ndim]
-        return sum(num_bytes for num_bytes in expected if num_bytes >= self._least_bytes)
+        return [one.nbytes / like.numel() for one in tensors_in(probe.state[like]) if one.ndim]
 
     def _update(self) -> None:
         buckets = [*self._buckets()]
@@ -120,25 +128,24 @@ class StatesOnHost(UpdatingOptimizer):
         self._away.clear()
         params = [(param, group) for group in self.param_groups for param in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        leaving: list[Tensor] = []
         for number, (param, group) in zip(numbers, params):
             if number in state_dict["state"]:
                 self._inner.param_groups = [{**settings_of(group), "params": [param]}]
                 groups = [{**settings_of(group), "params": [0]}]
                 self._inner.load_state_dict({"state": {0: state_dict["state"][number]}, "param_groups": groups})
                 self.state[param] = self._inner.state[param]
-                self._send([param], 0, leaving)
-                _join(leaving)
-        streams.wait_on_cpu()
+                self._send_now([param])
 
     def _buckets(self) -> Iterable[tuple[int, list[Tensor]]]:
         """Return the parameters that one part of a step updates, with the number of their group."""
         for number, group in enumerate(self.param_groups):
             bucket: list[Tensor] = []
+            num_bytes = 0
             for param in group["params"]:
-                if bucket and sum(local_of(one).nbytes for one in (*bucket, param)) > self._bucket_bytes:
+                num_bytes += local_of(param).nbytes
+                if bucket and num_bytes > self._bucket_bytes:
                     yield number, bucket
-                    bucket = []
+                    bucket, num_bytes = [], local_of(param).nbytes
                 bucket.append(param)
             if bucket:
                 yield number, bucket
@@ -163,6 +170,12 @@ class StatesOnHost(UpdatingOptimizer):
                 self.state[param] = self._moved(self.state[param], copies.launch_to_host, started)
                 self._away.add(param)
         return room
+
+    def _send_now(self, params: Iterable[Tensor]) -> None:
+        started: list[Tensor] = []
+        self._send([*params], 0, started)
+        _join(started)
+        streams.wait_on_cpu()
 
     def _is_moved(self, tensor: Tensor) -> bool:
         local = local_of(tensor)
