@@ -182,10 +182,13 @@ class PassManager(CustomGraphPass):
         """Whether the id in a marker stands for a budget."""
         return given in self._budgets
 
-    def kept_states_bytes(self, budget_id: str) -> int:
-        """Return the bytes of an optimizer's states that stay on the device in every step planned for the budget."""
+    def kept_states_bytes(self, budget_id: str) -> int | None:
+        """Return the bytes of an optimizer's states that stay on the device in every step planned for the budget.
+
+        If there is none yet, return None.
+        """
         choices = [plan.choice for plan in self.settled.decided(self._budgets[budget_id][0])]
-        return min((choice.kept_states_bytes for choice in choices if choice is not None), default=0)
+        return min((choice.kept_states_bytes for choice in choices if choice is not None), default=None)
 
     def _plan_of_step(self, graph: fx.Graph) -> Plan:
         asked_for = {str(node.kwargs["step"]) for node in unshard_nodes(graph)}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import Adagrad, AdamW
+from torch.optim import LBFGS, Adagrad, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import CPUOffloadPolicy, configure, inspect
@@ -298,15 +299,56 @@ def test_a_compiled_model_and_its_optimizer_are_within_one_budget(share: float) 
         assert kept_bytes == choice.kept_states_bytes == 0
 
 
+@pytest.mark.filterwarnings("ignore:memory_budget is")
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_budget_chooses_while_it_is_in_force() -> None:
+    model = shard(Stack(2, dim=256, block=EvenBlock))
+    optimizer = StatesOnHost(model.parameters(), AdamW, keep="1GiB")
+
+    def step() -> int:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        with _Copies() as copied:
+            optimizer.step()
+        optimizer.zero_grad()
+        return copied.seen.count("away")
+
+    def choose_none() -> None:
+        configure(model, memory_budget=1, may=MAY, optimizer=optimizer)
+        assert step() == 0  # it has not chosen yet
+        planned(model)
+        assert step() == 2 * 2 * 2
+
+    for then in ("1GiB", None):
+        choose_none()
+        configure(model, memory_budget=then)
+        assert step() == 0
+
+
+def test_what_hears_of_every_optimizers_step_hears_of_one() -> None:
+    heard: list[Optimizer] = []
+    optimizer = SmallStatesOnHost(_matrices(), AdamW)
+    handle = register_optimizer_step_post_hook(lambda its, args, kwargs: heard.append(its))
+    optimizer.step()
+    handle.remove()
+    assert heard == [optimizer]
+
+
+@pytest.mark.parametrize("said", ["AdamW", AdamW([nn.Parameter(torch.zeros(1))]), LBFGS])
+def test_what_is_no_class_that_updates_a_few_parameters_is_refused(said: Any) -> None:
+    with pytest.raises(TypeError, match=r"optimizer_class is of .*Give a class|LBFGS evaluates the model in its step"):
+        StatesOnHost(_matrices(), said)
+
+
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_what_a_budget_cannot_have_on_the_host_is_refused() -> None:
     model = shard(Stack(1))
     on_host = StatesOnHost(model.parameters(), AdamW)
-    with pytest.raises(ValueError, match=r"optimizer is whose states a memory_budget .* Give memory_budget as well"):
+    with pytest.raises(ValueError, match=r"optimizer has states that a memory_budget .* Give memory_budget as well"):
         configure(model, optimizer=on_host)
     with pytest.raises(ValueError, match=r"may=\('gather', 'recompute'\) has no 'offload'. Add it"):
         configure(model, memory_budget="1GiB", optimizer=on_host)
     with pytest.raises(ValueError, match=r"optimizer has no parameter of the model. Make it of model.parameters"):
         configure(model, memory_budget="1GiB", may=MAY, optimizer=StatesOnHost(_matrices(), AdamW))
-    with pytest.raises(TypeError, match=r"optimizer is AdamW, whose states stay .*StatesOnHost"):
+    with pytest.raises(TypeError, match=r"optimizer is of AdamW, not of .*StatesOnHost"):
         configure(model, memory_budget="1GiB", may=MAY, optimizer=AdamW(model.parameters()))  # type: ignore[arg-type]

@@ -78,7 +78,9 @@ def configure(
 
     **optimizer** is an ``optim.StatesOnHost``, with ``"offload"`` in ``may``. The budget is then for its states, too:
     as many bytes of them stay on the device as forward and backward leave. A byte of a gathered parameter or of an
-    activation is kept only if it saves more seconds than a byte of these states.
+    activation is kept only if it saves more seconds than a byte of these states. **optimizer**, **may** and **profile**
+    belong to the budget that they are given with: without it, and until it has chosen, the optimizer keeps what its
+    ``keep`` says.
 
     **profile** is the hardware for which to predict: a name or a file for ``passes.load_profile``, or a profile; by
     default the built-in one of the device. It also says how many ranks a node has.
@@ -104,7 +106,7 @@ def configure(
     if may is not None and memory_budget is None:
         raise ValueError("may is what a memory_budget may choose. Give memory_budget as well.")
     if optimizer is not None and memory_budget is None:
-        raise ValueError("optimizer is whose states a memory_budget may have on the host. Give memory_budget as well.")
+        raise ValueError("optimizer has states that a memory_budget may have on the host. Give memory_budget as well.")
     budget = None if memory_budget is None else _budget(memory_budget, may, optimizer, profile, units)
     few = None
     if plan is not None:
@@ -116,7 +118,7 @@ def configure(
         _require_that_all_may_stay(units)
     given = manager.give(plan) if plan is not None else manager.give_budget(budget) if budget is not None else None
     if optimizer is not None and given is not None:
-        optimizer.let_a_budget_choose(functools.partial(manager.kept_states_bytes, given))
+        optimizer.let_a_budget_choose(functools.partial(_kept_states_bytes, units[0], given))
     for unit in units:
         unit.settings.set_communication(bucketing, reduction, gather)
         if given is not None:
@@ -221,12 +223,17 @@ def _budget(
     return dataclasses.replace(budget, profile=profile, num_units=num_units)
 
 
+def _kept_states_bytes(unit: Unit, budget_id: str) -> int | None:
+    """Return what a budget chose, while it is in force."""
+    return manager.kept_states_bytes(budget_id) if unit.settings.plan == budget_id else None
+
+
 def _states_bytes(optimizer: StatesOnHost, budget: Budget, units: Sequence[Unit]) -> int:
     if not isinstance(optimizer, StatesOnHost):
         raise TypeError(
-            f"optimizer is {type(optimizer).__name__}, whose states stay where they are. Make it "
-            "fsdp_compile.optim.StatesOnHost(params, the class, ...), or leave it out and subtract its states from "
-            "memory_budget."
+            f"optimizer is of {type(optimizer).__name__}, not of fsdp_compile.optim.StatesOnHost, so its states stay "
+            "where they are. Make it StatesOnHost(params, the class, ...), or leave it out and subtract its states "
+            "from memory_budget."
         )
     shards = {id(param.param) for unit in units for param in unit.params}
     if not any(id(param) in shards for group in optimizer.param_groups for param in group["params"]):

@@ -77,10 +77,10 @@ def show_sweep(found: Sequence[Forecast | TooLarge], best: Forecast | None, titl
     styles = ["bold green" if one is best else "" if one.fits else "dim" for one in planned]
     if planned:
         console.print(Rows("", [*names, *figures], cells, styles=styles))
-    too_large = {(one.configuration.mesh, one.num_bytes) for one in found if isinstance(one, TooLarge)}
-    for mesh, num_bytes in sorted(too_large, key=lambda one: one[1]):
+    too_large = {one.configuration.mesh: one for one in found if isinstance(one, TooLarge)}
+    for mesh, large in sorted(too_large.items(), key=lambda one: one[1].num_bytes):
         shown = "x".join(map(str, mesh))
-        console.print(f"Not planned: mesh {shown}: shards, gradients and optimizer alone take {size(num_bytes)}.")
+        console.print(f"Not planned: mesh {shown}: {_standing(large)} alone take {size(large.num_bytes)}.")
 
 
 def _budget(one: Forecast, unit: str) -> str:
@@ -104,7 +104,7 @@ def why_none(found: Sequence[Forecast | TooLarge], budget: int | None, weights: 
     if fitting and budget is not None:
         least = min(fitting, key=lambda one: one.held_bytes)
         return f"does not meet its budget: {_advice_on_budget(least, budget)}"
-    nearest = min(found, key=lambda one: one.peak_bytes if isinstance(one, Forecast) else one.num_bytes)
+    nearest = min(found, key=lambda one: one.peak_bytes)
     return f"does not fit: {advice(nearest, weights)}"
 
 
@@ -125,21 +125,23 @@ def advice(one: Forecast | TooLarge, weights: Weights) -> str:
     """Say what to change so that a plan fits."""
     if isinstance(one, TooLarge):
         return (
-            f"shards, their gradients and the optimizer's states alone are {size(one.num_bytes)} on each rank of "
-            f"mesh {'x'.join(map(str, one.configuration.mesh))}: share the parameters out over more ranks."
+            f"{_standing(one)} alone are {size(one.num_bytes)} on each rank of mesh "
+            f"{'x'.join(map(str, one.configuration.mesh))}: share the parameters out over more ranks."
         )
     memory, said = one.hardware.memory_bytes, one.configuration
     standing = weights.standing_bytes(said.mesh, one.hardware)
     needs = f"it needs {size(one.peak_bytes)} on each rank and has {size(memory)}"
     if standing > memory:
         ranks = math.ceil(said.mesh[-1] * standing / memory)
-        on_host = f"{one.hardware.optimizer}{ON_HOST}"
-        others = dataclasses.replace(one.hardware, optimizer=on_host) if on_host in OPTIMIZERS else one.hardware
-        helps = f", or try --optimizer {on_host}" if weights.standing_bytes(said.mesh, others) <= memory else ""
+        other = f"{one.hardware.optimizer}{ON_HOST}"
+        others = dataclasses.replace(one.hardware, optimizer=other) if other in OPTIMIZERS else one.hardware
+        helps = f", or try --optimizer {other}" if weights.standing_bytes(said.mesh, others) <= memory else ""
         return (
-            f"{needs}: shards, their gradients and the optimizer's states alone are {size(standing)}, so share the "
-            f"parameters out over at least {ranks} ranks (the last number of --mesh){helps}."
+            f"{needs}: {_standing(one)} alone are {size(standing)}, so share the parameters out over at least {ranks} "
+            f"ranks (the last number of --mesh){helps}."
         )
+    if said.budget is not None and said.budget > memory and one.is_met:
+        return f"{needs}: give a smaller --budget, or 'rest'."
     if said.checkpointing != FULL and one.peak["activations"] > one.peak_bytes - memory:
         return f"{needs}: {size(one.peak['activations'])} of them are activations, so add --checkpointing full."
     if said.budget is not None and one.is_met:
@@ -149,6 +151,12 @@ def advice(one: Forecast | TooLarge, weights: Weights) -> str:
     if said.checkpointing == NONE:
         return f"{needs}: add --checkpointing full, and if that is not enough, share parameters out over more ranks."
     return f"{needs}: give shorter sequences, --batch 1x{said.sequence // 2}, or share parameters out over more ranks."
+
+
+def _standing(one: Forecast | TooLarge) -> str:
+    """Return the words for what a rank holds throughout a step."""
+    on_host = OPTIMIZERS[one.hardware.optimizer].on_host
+    return "shards and their gradients" if on_host else "shards, their gradients and the optimizer's states"
 
 
 def as_data(one: Forecast | TooLarge) -> dict[str, Any]:

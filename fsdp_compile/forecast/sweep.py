@@ -62,6 +62,11 @@ class TooLarge:
 
     configuration: Configuration
     num_bytes: int
+    hardware: Hardware
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.num_bytes
 
 
 Told = Callable[[str], None]
@@ -83,7 +88,7 @@ class Sweep:
         found: list[Forecast | TooLarge] = []
         for one in around(given, self.hardware, self.target.make(given.batch, given.sequence)):
             least = self.weights.standing_bytes(one.mesh, self.hardware)
-            found.append(TooLarge(one, least) if least > self.hardware.memory_bytes else self.plan(one))
+            found.append(TooLarge(one, least, self.hardware) if least > self.hardware.memory_bytes else self.plan(one))
         # If the fastest cannot meet a given budget, the best of those that are within it as they are can.
         first, other = _fastest(found), best_of(found, given.budget)
         for fastest in (first,) if other is first else (first, other):

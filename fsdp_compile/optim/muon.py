@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from .._torch_compat.optimizers import step_without_hooks
 from ..core.parts import local_of
 from .owners import Owners
 from .updating import UpdatingOptimizer
@@ -112,7 +113,7 @@ class Muon(UpdatingOptimizer):
         if others:
             # One optimizer with one state: AdamW works on this one's.
             self._adamw.param_groups, self._adamw.state = others, self.state
-            self._adamw.step()
+            step_without_hooks(self._adamw)
 
     def _update_matrices(self, matrices: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
         params = [param for _, param in matrices]

@@ -11,6 +11,7 @@ class, and a step takes as long as the copies do.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch_compat import dtensors
+from .._torch_compat.optimizers import step_without_hooks
 from ..core.containers import map_tensors, tensors_in
 from ..core.parts import local_of
 from ..passes.apply.away import LEAST_BYTES
@@ -51,9 +53,10 @@ class StatesOnHost(UpdatingOptimizer):
         keep: int | str = 0,
         **settings: Any,
     ) -> None:
+        _require_class(optimizer_class)
         self._make, self._settings = optimizer_class, settings
         self._keep = 0 if keep == 0 else bytes_of("keep", keep)
-        self._chosen: Callable[[], int] | None = None
+        self._chosen: Callable[[], int | None] = _nothing
         self._away: set[Tensor] = set()  # parameters whose states are on the host
         self._inner = optimizer_class(params, **settings)
         super().__init__(self._inner.param_groups, self._inner.defaults)
@@ -63,12 +66,12 @@ class StatesOnHost(UpdatingOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_make" in state:  # a copy
-            self._chosen = None
+            self._chosen = _nothing
             groups = [{**settings_of(group), "params": group["params"]} for group in self.param_groups]
             self._inner = self._make(groups, **self._settings)
 
-    def let_a_budget_choose(self, keep: Callable[[], int]) -> None:
-        """From the next step on, ask this how many bytes of states stay on the device."""
+    def let_a_budget_choose(self, keep: Callable[[], int | None]) -> None:
+        """From the next step on, ask this how many bytes of states stay on the device; None means as many as before."""
         self._chosen = keep
 
     def state_bytes(self) -> int:
@@ -100,7 +103,8 @@ class StatesOnHost(UpdatingOptimizer):
     def _update(self) -> None:
         buckets = [*self._buckets()]
         after = [settings_of(group) for group in self.param_groups]
-        room = self._keep if self._chosen is None else self._chosen()
+        chosen = self._chosen()
+        room = self._keep if chosen is None else chosen
         coming: list[Tensor] = []  # copies that nothing has waited for
         leaving: list[Tensor] = []
         try:
@@ -111,7 +115,7 @@ class StatesOnHost(UpdatingOptimizer):
                 # Each bucket of a group begins with what the group says, and a step may count in there.
                 self._inner.param_groups = [{**settings_of(self.param_groups[number]), "params": params}]
                 self._inner.state = self.state
-                self._inner.step()
+                step_without_hooks(self._inner)
                 after[number] = settings_of(self._inner.param_groups[0])
                 _join(leaving)  # so that the device has the states of three buckets, and not of all
                 room = self._send(params, room, leaving)
@@ -194,6 +198,23 @@ class StatesOnHost(UpdatingOptimizer):
             return dtensors.dtensor_like(tensor, started[-1]) if isinstance(tensor, DTensor) else started[-1]
 
         return map_tensors(state, moved)
+
+
+def _require_class(optimizer_class: Any) -> None:
+    if not callable(optimizer_class):
+        its = type(optimizer_class).__name__
+        raise TypeError(f"optimizer_class is of {its}. Give a class, such as torch.optim.AdamW.")
+    step = getattr(optimizer_class, "step", None)
+    closure = None if step is None else inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise TypeError(
+            f"{optimizer_class.__name__} evaluates the model in its step, with all parameters, and StatesOnHost has it "
+            "update a few at a time. Use it alone."
+        )
+
+
+def _nothing() -> None:
+    """Stand for a budget that chooses nothing."""
 
 
 def _may_leave(param: Tensor) -> bool:

@@ -18,7 +18,7 @@ class UpdatingOptimizer(Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._copied}}
 
     # Dynamo would trace the AdamW that was there first, and torch's caches take shards of unequal lengths for equal.
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="exchanges and copies run beside the computation, in an order of their own")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients; every rank calls this, with gradients of the same parameters."""

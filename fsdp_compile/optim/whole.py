@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .._torch_compat.optimizers import step_without_hooks
 from ..core.containers import map_tensors
 from ..core.parts import local_of
 from .owners import Owners, device_of
@@ -76,7 +77,7 @@ class WholeTensorOptimizer(UpdatingOptimizer):
         assert self._without_grads is not None
         for inner, group in zip(self._without_grads.param_groups, self.param_groups):
             inner.update(settings_of(group))
-        self._without_grads.step()
+        step_without_hooks(self._without_grads)
         self._take_settings(len(self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class WholeTensorOptimizer(UpdatingOptimizer):
         if grad.dtype != whole.dtype:
             stand_in.grad_dtype = grad.dtype
         stand_in.grad = grad
-        optimizer.step()
+        step_without_hooks(optimizer)
         whole = stand_in.data
         stand_in.data, stand_in.grad = whole.new_empty(0), None
         return whole

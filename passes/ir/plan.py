@@ -83,7 +83,8 @@ class Choice:
         return cls(**{**fields, "chosen": Candidate(**fields["chosen"]), "lost": lost})
 
     def __str__(self) -> str:
-        budget = f"budget {as_size(self.budget_bytes)}, predicted on {self.profile!r} by rank {self.rank}"
+        states = f" with {as_size(self.states_bytes)} of optimizer states" if self.states_bytes else ""
+        budget = f"budget {as_size(self.budget_bytes)}{states}, predicted on {self.profile!r} by rank {self.rank}"
         rows = [("->", self.chosen), *(("  ", one) for one in self.lost)]
         width = max(len(one.name) for _, one in rows)
 
@@ -94,7 +95,7 @@ class Choice:
             copied = f"({as_size(one.offloaded_bytes)}, {one.copied_s * 1e3:.3f} ms of copies)  "
             return said + (copied if one.num_offloaded else "")
 
-        def states(one: Candidate) -> str:
+        def away(one: Candidate) -> str:
             return f", {as_size(one.states_bytes)} of states on the host for {one.states_s * 1e3:.3f} ms"
 
         return "\n".join(
@@ -104,7 +105,7 @@ class Choice:
                     f"  {mark} {one.name:<{width}}  {one.num_kept:>5} kept  {besides(one)}"
                     f"peak {as_size(one.peak_bytes):>10}  "
                     f"{one.seconds * 1e3:.3f} ms, {one.exposed_s * 1e3:.3f} of them waiting"
-                    + (states(one) if self.states_bytes else "")
+                    + (away(one) if self.states_bytes else "")
                     + ("" if one.peak_bytes <= self.budget_bytes else "  (over the budget)")
                     for mark, one in rows
                 ),

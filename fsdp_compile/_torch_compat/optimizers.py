@@ -1,0 +1,14 @@
+"""What torch puts around the step of an optimizer."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Take the step of a class, but for the hooks and the profiler's range of any optimizer's step.
+
+    torch wraps ``step`` of each class once (``hooked``: 2.11 to 2.15).
+    """
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer) if getattr(step, "hooked", False) else step(optimizer)
