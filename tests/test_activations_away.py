@@ -97,6 +97,7 @@ product
 to_host layers.1.up.weight
     wait layers.0.up.weight
 product
+gather Stack:
 to_host layers.1.down.weight
     wait layers.0.down.weight
 to_host layers.1.up.weight

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..wire.layout import bucket_limits, split_into_buckets
+from ..wire.layout import GROUP, bucket_limits, split_into_buckets
 from ..wire.spec import ParamSpec
 
 
@@ -34,7 +34,7 @@ def gather_key(spec: ParamSpec) -> tuple[object, ...]:
 
     Tables are apart: forward reads them long before a head, and backward does not, which would keep or gather both.
     """
-    return (spec.group, spec.num_shards, spec.dtype, spec.bucketing, spec.is_table)
+    return (spec.group, spec.num_shards, spec.dtype, spec.bucketing, spec.is_table and spec.bucketing != GROUP)
 
 
 def reduce_key(spec: ParamSpec) -> tuple[object, ...]:

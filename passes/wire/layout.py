@@ -110,8 +110,8 @@ def places_of_members(lengths: Sequence[int], itemsize: int) -> list[int]:
     return places
 
 
-NEIGHBOURS = "neighbours"
-BUCKETINGS = ("size", NEIGHBOURS, "group", "none")
+GROUP, NEIGHBOURS = "group", "neighbours"
+BUCKETINGS = ("size", NEIGHBOURS, GROUP, "none")
 
 
 def split_into_buckets(sizes: Sequence[int], bucketing: str, limits: BucketLimits) -> list[list[int]]:
@@ -123,7 +123,7 @@ def split_into_buckets(sizes: Sequence[int], bucketing: str, limits: BucketLimit
         group   everything in one bucket, as FSDP2 has it
         none    one collective for each parameter
     """
-    if bucketing == "group":
+    if bucketing == GROUP:
         return [list(range(len(sizes)))] if sizes else []
     if bucketing == "none":
         return [[index] for index in range(len(sizes))]
