@@ -210,7 +210,8 @@ def test_tables_are_gathered_again_where_a_checkpointed_region_reads_them() -> N
 
 @pytest.mark.parametrize("how", ["never", pytest.param("error", marks=pytest.mark.more)])
 def test_a_rank_that_never_compiles_trains_on(two_ranks: Ranks, how: str) -> None:
-    never, compiles = two_ranks.run(train, Case(how=how, differs=0))
+    # Where a graph failed, all that the root has is gathered at once. That is one bucket if embedding and head are tied.
+    never, compiles = two_ranks.run(train, Case(partial(Stack, tied=how == "error"), how=how, differs=0))
     assert never == [3] * NUM_STEPS
     assert compiles == [0] * NUM_STEPS
 
