@@ -42,7 +42,10 @@ from fsdp_compile.passes.cost import events
 from fsdp_compile.passes.cost.profiles import HardwareProfile
 from fsdp_compile.passes.cost.roofline import Group, copy_seconds, launch_seconds, sent_by
 from fsdp_compile.passes.ir.aliases import tensors_of
+from fsdp_compile.passes.schedule import buckets
+from fsdp_compile.passes.schedule.buckets import gather_key
 from fsdp_compile.passes.wire import layout
+from fsdp_compile.passes.wire.spec import ParamSpec
 
 _CONFIGS = Path(__file__).parent.parent / "examples" / "plan"
 _EVERYTHING = 1 << 60
@@ -105,8 +108,16 @@ def _experts_by_rows(param: nn.Parameter) -> Shard | None:
 
 @contextlib.contextmanager
 def fsdp2() -> Iterator[None]:
-    """Have a unit packed into one bucket."""
-    with mock.patch.object(layout, "_PACK", {"nccl"}), mock.patch.dict(layout._LIMITS, nccl=(_EVERYTHING, 0, 1, 0)):
+    """Have a unit packed into one bucket, tables and all."""
+
+    def key(spec: ParamSpec) -> tuple[object, ...]:
+        return gather_key(dataclasses.replace(spec, is_table=False))
+
+    with (
+        mock.patch.object(layout, "_PACK", {"nccl"}),
+        mock.patch.dict(layout._LIMITS, nccl=(_EVERYTHING, 0, 1, 0)),
+        mock.patch.object(buckets, "gather_key", key),
+    ):
         yield
 
 
