@@ -235,8 +235,8 @@ def test_a_slice_may_be_put_into_a_plan_where_a_budget_has_made_groups(fake_grou
 
 def _trained() -> tuple[Plan, list[int]]:
     unsharded, model = pair(make=lambda: Stack(8), reshard_after_forward=True)
-    # So much that slices do better than activations that are computed again.
-    configure(model, memory_budget=budget_of(model, batches(0)[dist.get_rank()]) * 102 // 100, profile=NODES)
+    # So little that slices do better than whole parameters.
+    configure(model, memory_budget=budget_of(model, batches(0)[dist.get_rank()]) * 72 // 100, profile=NODES)
     with inspect(model) as report:
         train_and_compare(torch.compile(model, fullgraph=True), model, unsharded)
     backward = report.joint.plan.backward
