@@ -8,7 +8,7 @@ With `--within-memory`, no row is checkpointed, and its batch is doubled until i
 budget of the whole memory makes of it, where gathers, recomputation and offloading are chosen among, and what FSDP2
 takes with every layer checkpointed and CPUOffloadPolicy. Gathers then copy shards from the host first, and reductions
 copy gradients to the host last. Seconds are of forward and backward: FSDP2's optimizer on the host is not counted. Two
-more rows are of one machine, where the optimizer's states may be on the host as well; there, ours is.
+more rows are of one machine, where the optimizer's states may be on the host as well: there, our optimizer is counted.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def within_memory(row: Row) -> tuple[Row, list[str]]:
     away = sum(theirs.peak[kind] for kind in (OPTIMIZER, "shards", "gradients"))  # all gradients: in FSDP2's favour
     gib = [f"{num_bytes / 2**30:.1f}" for num_bytes in (plain.peak_bytes, memory_bytes, ours.peak_bytes)]
     plain_s, ours_s, theirs_s = (one.forward_s + one.backward_s for one in (plain, ours, theirs))
-    if row.optimizer == "adamw-on-host":
+    if plain.states_away:
         plain_s, ours_s = plain.step_s, ours.step_s
     return row, [
         gib[0], f"{plain_s * 1e3:,.1f}", gib[1], gib[2] + ("" if ours.fits else " (over)"), f"{ours_s * 1e3:,.1f}",

@@ -235,7 +235,7 @@ def test_a_slice_may_be_put_into_a_plan_where_a_budget_has_made_groups(fake_grou
 
 def _trained() -> tuple[Plan, list[int]]:
     unsharded, model = pair(make=lambda: Stack(8), reshard_after_forward=True)
-    # So little that slices do better than whole parameters.
+    # The budget is so small that slices do better than whole parameters.
     configure(model, memory_budget=budget_of(model, batches(0)[dist.get_rank()]) * 72 // 100, profile=NODES)
     with inspect(model) as report:
         train_and_compare(torch.compile(model, fullgraph=True), model, unsharded)

@@ -207,8 +207,8 @@ def test_copies_and_steps_are_in_order(left_out: tuple[str, ...], found: str) ->
 
 
 @on_two_ranks
-def test_states_of_offloaded_shards_are_there_already() -> None:
-    """On a device other than the CPU; here the mesh is of the CPU, so they are copied."""
+def test_offloaded_shards_train_as_the_unsharded_model() -> None:
+    """On a GPU their states are on the host already; here the mesh is of the CPU, so the states are copied."""
     reference, model = pair(offload_policy=CPUOffloadPolicy())
     optimizer, other = SmallStatesOnHost(model.parameters(), AdamW), AdamW(reference.parameters())
     for step in range(2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.optim import Optimizer
 
 
@@ -10,5 +12,7 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 
     torch wraps ``step`` of each class once (``hooked``: 2.11 to 2.15).
     """
-    step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer) if getattr(step, "hooked", False) else step(optimizer)
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)

@@ -62,8 +62,8 @@ def configure(
     **memory_budget** is the peak memory that forward and backward of one rank may use: bytes (``70 << 30``), text
     (``"70GiB"``, ``"800MiB"``), a share of the memory that is free on the GPU when the model is first compiled (a
     float in (0, 1]), or ``"fsdp2"``: what FSDP2 is predicted to need. Shards, gradients, saved activations, gathered
-    parameters and buffers count; memory outside of the compiled model does not, nor does that of an optimizer's states
-    which is not given as **optimizer**.
+    parameters and buffers count. Memory outside of the compiled model does not, and an optimizer's states count only if
+    the optimizer is given as **optimizer**.
     Predicted bytes and seconds then decide which parameters stay gathered from forward to backward, whatever
     ``reshard_after_forward`` says (a number of ranks still holds). If several nodes share a parameter, they also decide
     whether slices of it are kept, for the ranks of a node to gather from; and if memory is short, which activations

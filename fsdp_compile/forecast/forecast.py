@@ -37,6 +37,11 @@ class Optimizer:
     passes: int  # how often a step reads or writes the shards' bytes
     on_host: bool = False  # the states, but for those that a budget leaves on the device
 
+    @property
+    def states_there(self) -> int:
+        """The states that cannot leave the device."""
+        return 0 if self.on_host else self.states
+
 
 ON_HOST = "-on-host"
 OPTIMIZERS = {
@@ -215,7 +220,7 @@ class Planner:
         whole, periods = self.all_alike()
         first, then = replay(whole.forward), replay(whole.backward)
         optimizer, profile = OPTIMIZERS[self.hardware.optimizer], self.hardware.profile
-        trainable = int(_of_all(_trainable_bytes(periods.graph), periods))
+        trainable = self._trained_bytes(periods)
         may_leave = self._states_bytes(periods)
         away = may_leave - (0 if self._choice is None else self._choice.kept_states_bytes)
         updating_s = optimizer.passes * trainable / (profile.memory_bytes_per_s * profile.memory_efficiency)
@@ -239,7 +244,10 @@ class Planner:
     def _states_bytes(self, periods: Periods) -> int:
         """Return the bytes of the optimizer's states that may be on the host."""
         optimizer = OPTIMIZERS[self.hardware.optimizer]
-        return optimizer.on_host * optimizer.states * int(_of_all(_trainable_bytes(periods.graph), periods))
+        return (optimizer.states - optimizer.states_there) * self._trained_bytes(periods)
+
+    def _trained_bytes(self, periods: Periods) -> int:
+        return int(_of_all(_trainable_bytes(periods.graph), periods))
 
 
 def whole_of(plan: Plan, profile: HardwareProfile, periods: Periods, blocks: Blocks) -> Whole:

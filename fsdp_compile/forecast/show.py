@@ -78,9 +78,9 @@ def show_sweep(found: Sequence[Forecast | TooLarge], best: Forecast | None, titl
     if planned:
         console.print(Rows("", [*names, *figures], cells, styles=styles))
     too_large = {one.configuration.mesh: one for one in found if isinstance(one, TooLarge)}
-    for mesh, large in sorted(too_large.items(), key=lambda one: one[1].num_bytes):
+    for mesh, large in sorted(too_large.items(), key=lambda one: one[1].peak_bytes):
         shown = "x".join(map(str, mesh))
-        console.print(f"Not planned: mesh {shown}: {_standing(large)} alone take {size(large.num_bytes)}.")
+        console.print(f"Not planned: mesh {shown}: {_standing(large)} alone take {size(large.peak_bytes)}.")
 
 
 def _budget(one: Forecast, unit: str) -> str:
@@ -125,7 +125,7 @@ def advice(one: Forecast | TooLarge, weights: Weights) -> str:
     """Say what to change so that a plan fits."""
     if isinstance(one, TooLarge):
         return (
-            f"{_standing(one)} alone are {size(one.num_bytes)} on each rank of mesh "
+            f"{_standing(one)} alone are {size(one.peak_bytes)} on each rank of mesh "
             f"{'x'.join(map(str, one.configuration.mesh))}: share the parameters out over more ranks."
         )
     memory, said = one.hardware.memory_bytes, one.configuration
@@ -162,7 +162,7 @@ def _standing(one: Forecast | TooLarge) -> str:
 def as_data(one: Forecast | TooLarge) -> dict[str, Any]:
     said = dataclasses.asdict(one.configuration)
     if isinstance(one, TooLarge):
-        return {**said, "fits": False, "standing_bytes": one.num_bytes}
+        return {**said, "fits": False, "standing_bytes": one.peak_bytes}
     return {
         **said,
         "fits": one.fits,

@@ -28,17 +28,11 @@ class Weights:
 
     def standing_bytes(self, mesh: tuple[int, ...], hardware: Hardware) -> int:
         """Return the bytes of a rank's shards, their gradients and the optimizer's states."""
-        return (self.stored_bytes + self.trained_bytes * (1 + _states_there(hardware))) // mesh[-1]
+        return (self.stored_bytes + self.trained_bytes * (1 + OPTIMIZERS[hardware.optimizer].states_there)) // mesh[-1]
 
     def rest_bytes(self, mesh: tuple[int, ...], hardware: Hardware) -> int:
         """Return the bytes that the memory leaves to forward and backward beside the optimizer's states."""
-        return hardware.memory_bytes - self.trained_bytes * _states_there(hardware) // mesh[-1]
-
-
-def _states_there(hardware: Hardware) -> int:
-    """Return the states that cannot leave the device, in multiples of the shards."""
-    optimizer = OPTIMIZERS[hardware.optimizer]
-    return 0 if optimizer.on_host else optimizer.states
+        return hardware.memory_bytes - self.trained_bytes * OPTIMIZERS[hardware.optimizer].states_there // mesh[-1]
 
 
 def weights_of(model: nn.Module, precision: str) -> Weights:
@@ -61,12 +55,8 @@ class TooLarge:
     """A configuration that was not planned: shards, gradients and optimizer states alone exceed the memory."""
 
     configuration: Configuration
-    num_bytes: int
+    peak_bytes: int
     hardware: Hardware
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.num_bytes
 
 
 Told = Callable[[str], None]

@@ -1,4 +1,4 @@
-"""Optimizer states in the host's memory, and on the device only while a step updates their parameters.
+"""Keep optimizer states in the host's memory; a step has them on the device while it updates their parameters.
 
     to the device      states 0 | states 1 | states 2
     current stream              | step 0   | step 1   | step 2
@@ -33,7 +33,7 @@ from .updating import UpdatingOptimizer, settings_of
 
 
 class StatesOnHost(UpdatingOptimizer):
-    """An optimizer of ``optimizer_class``, whose states are in the host's memory between steps.
+    """Runs an optimizer of ``optimizer_class``, and keeps its states in the host's memory between steps.
 
     ``keep`` are the bytes of states that stay on the device (an int, or text such as ``"4GiB"``): those of the first
     parameters. ``configure(model, memory_budget=..., may=(..., "offload"), optimizer=this)`` has the budget choose them
@@ -71,7 +71,7 @@ class StatesOnHost(UpdatingOptimizer):
             self._inner = self._make(groups, **self._settings)
 
     def let_a_budget_choose(self, keep: Callable[[], int | None]) -> None:
-        """From the next step on, ask this how many bytes of states stay on the device; None means as many as before."""
+        """From the next step on, ask this how many bytes of states stay on the device; None leaves it to ``keep``."""
         self._chosen = keep
 
     def state_bytes(self) -> int:
@@ -97,7 +97,7 @@ class StatesOnHost(UpdatingOptimizer):
         like = nn.Parameter(torch.zeros((8,) * ndim, dtype=dtype, device=device))
         like.grad = torch.zeros_like(like)
         probe = self._make([{**settings_of(group), "params": [like]}], **self._settings)
-        probe.step()
+        step_without_hooks(probe)
         return [one.nbytes / like.numel() for one in tensors_in(probe.state[like]) if one.ndim]
 
     def _update(self) -> None:
@@ -214,7 +214,7 @@ def _require_class(optimizer_class: Any) -> None:
 
 
 def _nothing() -> None:
-    """Stand for a budget that chooses nothing."""
+    """Choose nothing, as where there is no budget."""
 
 
 def _may_leave(param: Tensor) -> bool:

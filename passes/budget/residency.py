@@ -197,7 +197,7 @@ class _Search:
         """Add to a decision the items that save most, the last layers first, as many as fit."""
         by_worth = self._by_worth(base, items)
         listed = [one for _, its in by_worth for one in its]
-        # A byte that saves less time than a byte of the optimizer's states leaves room for these.
+        # An item whose byte saves less time than a byte of the optimizer's states is not kept in their place.
         price, num_bytes = self._states.seconds_a_byte, self._states.num_bytes
         leaves = [0 if worth >= price else num_bytes for worth, its in by_worth for _ in its]
         taken, first = base, 0

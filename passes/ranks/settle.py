@@ -48,7 +48,7 @@ class Settled:
         return self._decisions[world, about, names]
 
     def decided(self, about: str) -> list[Plan]:
-        """Return the decisions so far whose ``about`` begins with this word."""
+        """Return the decisions that this rank has made or adopted for a budget, the first word of their ``about``."""
         world = current_world()
         return [
             plan for (its, said, _), plan in self._decisions.items() if its == world and said.startswith(f"{about} ")

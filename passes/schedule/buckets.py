@@ -32,7 +32,8 @@ def reduce_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
 def gather_key(spec: ParamSpec) -> tuple[object, ...]:
     """Return what the members of one all-gather must have in common.
 
-    Tables are apart: forward reads them long before a head, and backward does not, which would keep or gather both.
+    The weights of embeddings are gathered apart: forward reads them first and a head last, and backward reads the head
+    alone. In one bucket, backward would have both.
     """
     return (spec.group, spec.num_shards, spec.dtype, spec.bucketing, spec.is_table and spec.bucketing != GROUP)
 
