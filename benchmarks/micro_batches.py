@@ -1,13 +1,16 @@
 """`python -m benchmarks.micro_batches`: bytes and seconds of a step with 1, 4 and 16 micro-batches.
 
-Two local processes over gloo train a stack of linear layers on Inductor. Bytes are those that a rank receives.
+Two local processes over gloo train a stack of linear layers on Inductor, on loopback or on a link. Bytes are those
+that a rank receives.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
 import time
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -16,8 +19,9 @@ import torch.distributed as dist
 
 import fsdp_compile
 from fsdp_compile.core.settings import GATHERS
-from fsdp_compile.workers import Crew
+from fsdp_compile.tools.link import Link
 from tests.models import Stack, shard
+from tests.ranks import Ranks
 from tests.recording import Wire
 
 _MICRO_BATCHES = (1, 4, 16)
@@ -25,14 +29,18 @@ _REPEAT = 5
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro_batches")
+    parser.add_argument("--link", metavar="RATE", help="a link such as 1gbit, in place of loopback; as root")
+    rate = parser.parse_args().link
     measure = importlib.import_module("benchmarks.micro_batches").measure  # as workers know it
-    env = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    print(f"torch {torch.__version__}, 2 ranks over gloo on loopback; median of {_REPEAT} steps\n")
+    where = f"a link of {rate}" if rate else "loopback"
+    print(f"torch {torch.__version__}, 2 ranks over gloo on {where}; median of {_REPEAT} steps\n")
     print("| micro-batches | gather | gathered MB | reduced MB | step s |\n|---|---|---|---|---|")
-    for gather in GATHERS:
-        with Crew("tests.ranks:join", {"backend": "gloo"}, num_ranks=2, env=env) as crew:
-            for row in crew.run(measure, gather, limit_s=600)[0]:
-                print("| {} | {} | {:.0f} | {:.0f} | {:.2f} |".format(*row))
+    with Link(rate) if rate else nullcontext() as link:
+        for gather in GATHERS:
+            with Ranks(2, link=link) as ranks:
+                for row in ranks.run(measure, gather, limit_s=600)[0]:
+                    print("| {} | {} | {:.0f} | {:.0f} | {:.2f} |".format(*row))
 
 
 def measure(gather: str) -> list[tuple[Any, ...]]:

@@ -1,15 +1,19 @@
 """`python -m benchmarks.streaming`: full weights one after another: memory, seconds and collectives of each way.
 
-A model of 24 layers of 16 MiB, 384 MiB, is sharded over 2 and 4 ranks on loopback. Every way reads each full weight
-once, on all ranks unless it says otherwise. The peak is the rise of a rank's anonymous memory above its shards; the
-largest of all ranks is shown. FSDP2's ways run on FSDP2. The exit code is 1 where a weight is not what it was.
+A model of 24 layers of 16 MiB, 384 MiB, is sharded over 2 and 4 ranks on loopback, or over two on a link. Every way
+reads each full weight once, on all ranks unless it says otherwise. The peak is the rise of a rank's anonymous memory
+above its shards; the largest of all ranks is shown. FSDP2's ways run on FSDP2. The exit code is 1 where a weight is not
+what it was.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp_compile
-from tests.processes import AnonymousPeak
+from fsdp_compile.tools.link import Link
+from tests.processes import AnonymousPeak, give_back_freed_memory
 from tests.ranks import Ranks
 
 LAYERS, ROWS, COLUMNS = 24, 1024, 4096
@@ -92,16 +97,13 @@ def read(tensors: Tensors) -> bool:
     return all(least == most == number for number, (least, most) in ranges)
 
 
-def measure(way: str) -> tuple[int, float, int, bool]:
-    """The peak in bytes, seconds, collectives of this rank, and whether all was right."""
+def costs(way: str) -> tuple[float, int]:
+    """The seconds, and the collectives of this rank."""
     fully_shard, tensors = WAYS[way]
     model = sharded(fully_shard)
+    seconds = []
     with torch.no_grad():
-        is_right = read(tensors(model))  # what is made once is made
-        with AnonymousPeak() as peak:
-            is_right &= read(tensors(model))
-        seconds = []
-        for _ in range(3):
+        for _ in range(4):  # the first makes what is made once
             dist.barrier()
             begun = time.perf_counter()
             for _ in tensors(model):
@@ -112,24 +114,42 @@ def measure(way: str) -> tuple[int, float, int, bool]:
             for _ in tensors(model):
                 pass
     launches = sum(event.name.startswith("gloo:") for event in trace.events() or [])
-    return peak.num_bytes, sorted(seconds)[1], launches, is_right
+    return sorted(seconds[1:])[1], launches
+
+
+def peak(way: str) -> tuple[int, bool]:
+    """The peak in bytes, and whether all was right."""
+    fully_shard, tensors = WAYS[way]
+    give_back_freed_memory()
+    model = sharded(fully_shard)
+    with torch.no_grad():
+        is_right = read(tensors(model))  # what is made once is made
+        with AnonymousPeak() as found:
+            is_right &= read(tensors(model))
+    return found.num_bytes, is_right
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.streaming")
+    parser.add_argument("--link", metavar="RATE", help="two ranks over a link such as 1gbit; as root")
+    rate = parser.parse_args().link
+    here = importlib.import_module("benchmarks.streaming")  # as workers know it
     is_right = True
-    for num_ranks in (2, 4):
+    for num_ranks in (2,) if rate else (2, 4):
         shard_mib = LAYERS * ROWS * COLUMNS * 4 / num_ranks / 2**20
         columns = "way", "peak above shards", "seconds", "collectives"
-        table = Table(*columns, title=f"{num_ranks} ranks, shards of {shard_mib:.0f} MiB each")
-        ranks = Ranks(num_ranks)
-        try:
-            for way in WAYS:
-                measured = ranks.run(measure, way)
-                peak, seconds, launches = (max(one[place] for one in measured) for place in range(3))
-                is_right &= all(one[3] for one in measured)
-                table.add_row(way, f"{peak / 2**20:.0f} MiB", f"{seconds:.2f}", str(launches))
-        finally:
-            ranks.stop()
+        where = f"a link of {rate}" if rate else "loopback"
+        table = Table(*columns, title=f"{num_ranks} ranks over {where}, shards of {shard_mib:.0f} MiB each")
+        with Link(rate) if rate else nullcontext() as link:
+            with Ranks(num_ranks, link=link) as ranks:
+                costly = {way: ranks.run(here.costs, way) for way in WAYS}
+            with Ranks(num_ranks, link=link) as ranks:  # others: what malloc keeps for the timed ones would count
+                peaks = {way: ranks.run(here.peak, way) for way in WAYS}
+        for way in WAYS:
+            seconds, launches = (max(each) for each in zip(*costly[way]))
+            num_bytes = max(found for found, _ in peaks[way])
+            is_right &= all(one for _, one in peaks[way])
+            table.add_row(way, f"{num_bytes / 2**20:.0f} MiB", f"{seconds:.2f}", str(launches))
         Console(width=120).print(table)
     sys.exit(not is_right)
 

@@ -223,7 +223,7 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
     """Workers that stay and call one function after another. ``run`` starts them at first, and again after a failure.
 
     They begin with ``join(settings, rank, send)``; settings also hold "num_ranks" and "rendezvous", a URL for
-    ``init_process_group``. ``env`` and ``preload`` are those of Workers.
+    ``init_process_group``. ``env``, ``prefixes`` and ``preload`` are those of Workers.
     """
 
     def __init__(
@@ -233,10 +233,12 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
         *,
         num_ranks: int,
         env: Mapping[str, str] | None = None,
+        prefixes: Sequence[Sequence[str]] = (),
         preload: Sequence[str] = (),
     ) -> None:
         self.num_ranks = num_ranks
-        self._join, self._settings, self._env, self._preload = join, settings, env, preload
+        self._join, self._settings = join, settings
+        self._begun_with: dict[str, Any] = {"env": env, "prefixes": prefixes, "preload": preload}
         self._scope = contextlib.ExitStack()
         self._workers: Workers | None = None
 
@@ -258,9 +260,8 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
                 {**self._settings, "num_ranks": self.num_ranks, "rendezvous": f"file://{folder}/rendezvous"},
                 num_ranks=self.num_ranks,
                 log_dir=folder,
-                env=self._env,
-                preload=self._preload,
                 stay=True,
+                **self._begun_with,
             )
         )
 

@@ -56,9 +56,7 @@ class AnonymousPeak(AbstractContextManager["AnonymousPeak"]):
 
     def __enter__(self) -> AnonymousPeak:
         gc.collect()
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # what is freed is given back, else it would count on
-        libc.malloc_trim(0)  # also what was freed before, else it is used again unseen
+        give_back_freed_memory()
         self._looks = subprocess.Popen(
             [sys.executable, "-S", "-E", "-c", _LOOKS, str(os.getpid())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -70,6 +68,16 @@ class AnonymousPeak(AbstractContextManager["AnonymousPeak"]):
     def __exit__(self, *error: object) -> None:
         peaks, _ = self._looks.communicate("")
         self.num_bytes, self.num_file_bytes = (int(peak) - before for peak, before in zip(peaks.split(), self._before))
+
+
+def give_back_freed_memory() -> None:
+    """Have malloc give back what is freed from now on, else it would count on, and what was freed before.
+
+    It still uses free places between what it has, and keeps these; called early, there are few.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    libc.malloc_trim(0)
 
 
 _M_MMAP_THRESHOLD = -3  # malloc.h

@@ -20,6 +20,7 @@ from _pytest.config import parse_warning_filter  # pytest 8 and 9
 from benchmarks.worker_process import take_gpu
 from fsdp_compile.lookout.lookout import lookout
 from fsdp_compile.passes.wire import collectives
+from fsdp_compile.tools.link import Link
 from fsdp_compile.workers import Crew, Send
 from tests.building import build_graphs_at_once
 
@@ -31,12 +32,17 @@ filters_of_test: list[str] = []
 
 
 class Ranks(Crew):
-    """``num_ranks`` processes with one group, started when first used and anew after a failure; with NCCL, on GPUs."""
+    """``num_ranks`` processes with one group, started when first used and anew after a failure; with NCCL, on GPUs.
 
-    def __init__(self, num_ranks: int, backend: str = "gloo") -> None:
+    Two of them may talk over a link.
+    """
+
+    def __init__(self, num_ranks: int, backend: str = "gloo", link: Link | None = None) -> None:
         # torch looks for a GPU when it imports Inductor (2.11), and a process that was forked after that cannot use one.
-        preload = () if backend == "nccl" else PRELOAD
-        super().__init__("tests.ranks:join", {"backend": backend}, num_ranks=num_ranks, preload=preload)
+        preload = () if backend == "nccl" or link else PRELOAD
+        settings = {"backend": backend, "interfaces": link.interfaces if link else None}
+        prefixes = link.prefixes if link else ()
+        super().__init__("tests.ranks:join", settings, num_ranks=num_ranks, prefixes=prefixes, preload=preload)
 
     def run(self, fn: Callable[..., Any], *args: Any, limit_s: float = 400) -> list[Any]:
         return super().run(_call, filters_of_test, fn, *args, limit_s=limit_s)
@@ -50,6 +56,8 @@ def join(settings: dict[str, Any], rank: int, send: Send) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # launches that recording.Wire can look back on
     os.environ.pop("COLUMNS", None)  # readline, which pdb imports, tells children of a process without a terminal 80
     mend_gathers_on_gloo()
+    if settings.get("interfaces"):
+        os.environ["GLOO_SOCKET_IFNAME"] = settings["interfaces"][rank]
     if settings["backend"] == "nccl":
         take_gpu(rank, settings["num_ranks"])
     dist.init_process_group(

@@ -1,13 +1,13 @@
 """Tensors become whole from the parts that ranks have: windows of a few bytes, the next on its way while one is used.
 
-    small tensors      a slab each: the part of every rank
-    a larger one       slabs of some rows of every part, as many rows of each
-    in pieces          slabs of some rows of the whole, which may be on a few ranks alone
-    window             slabs, one behind the other; small ones of one group, dtype and destination travel packed
+    even parts, in order    one slab: what arrives is the whole
+    other parts             slabs of some rows of every part, as many rows of each; they are copied into the whole
+    in pieces               the same for some rows of the whole, which may be on a few ranks alone
+    window                  slabs, one behind the other; small ones of one group, dtype and destination travel packed
 
-    to all ranks       one all-gather, padded to the longest part; if the parts are of one length, its buffer is the
-                       whole. If padding would double the bytes, each rank that has a part broadcasts it
-    to one rank        one all-to-all, in which only that rank receives
+    to all ranks            one all-gather, padded to the longest part. If padding would double the bytes, each rank
+                            that has a part broadcasts it
+    to one rank             one all-to-all, in which only that rank receives
 
 All of it follows from shapes, dtypes and placements, so every rank launches the same.
 """
@@ -60,7 +60,7 @@ class Whole:
         return self.shape.numel() * self.dtype.itemsize
 
     def slabs(self, most: int, in_pieces: bool) -> Iterator[Slab]:
-        """Cut it into slabs of at most ``most`` bytes, or of one row of each part."""
+        """Cut it into slabs of at most ``most`` bytes, or of one row of each part, unless it arrives as it is."""
         num_rows = self.shape[0] if self.shape else 1
         row_bytes = self.num_bytes // max(num_rows, 1)
         step = max(1, most // max(row_bytes, 1)) if in_pieces and not self.make else max(num_rows, 1)
@@ -69,6 +69,8 @@ class Whole:
             rows = {rank: _overlap(part[0], piece) for rank, part in self.parts.items()}
             longest = max(map(len, rows.values()), default=0)
             stride = max(1, longest * min(most, len(piece) * row_bytes) // max(len(piece) * row_bytes, 1))
+            if stride < longest and Slab(self, piece, rows, is_last=True).is_in_order([*rows]):
+                stride = longest
             for start in range(0, max(longest, 1), stride):
                 some = {rank: own[start : start + stride] for rank, own in rows.items()}
                 yield Slab(self, piece, some, is_last=start + stride >= longest)
@@ -122,7 +124,7 @@ def whole_of(
 def gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
     """Yield a copy of each tensor as a whole, on its mesh's device; all ranks read this together, and each gets it."""
     windows = windows_of([whole_of([name], tensor) for name, tensor in named], _WINDOW_BYTES, in_pieces=False)
-    for slab, made in landed(list(windows)):
+    for slab, made in landed(list(windows), 2 * _WINDOW_BYTES):
         assert made is not None
         full = made.to(slab.whole.device)
         yield full.clone() if subclasses.share_storage(full, slab.whole.local) else full
@@ -181,7 +183,7 @@ class Slab:
 
 
 def windows_of(wholes: Iterable[Whole], most: int, in_pieces: bool) -> Iterator[list[Slab]]:
-    """Yield slabs of at most ``most`` bytes together, in order."""
+    """Yield slabs of at most ``most`` bytes together, in order, or a larger one alone."""
     window: list[Slab] = []
     filled = 0
     for slab in (slab for whole in wholes for slab in whole.slabs(most, in_pieces)):
@@ -196,14 +198,19 @@ def windows_of(wholes: Iterable[Whole], most: int, in_pieces: bool) -> Iterator[
 
 @torch.no_grad()
 def landed(
-    windows: Sequence[Sequence[Slab]], ask: Callable[[], None] = lambda: None
+    windows: Sequence[Sequence[Slab]], most: int, ask: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[Slab, Tensor | None]]:
-    """Yield tensors that became whole, or their pieces; None where they are not sent. ``ask`` runs before a launch."""
+    """Yield tensors that became whole, or their pieces; None where they are not sent. ``ask`` runs before a launch.
+
+    While a window is used, the next one is on its way, if both are at most ``most`` bytes.
+    """
     flights: list[Flight] = []
     made: Tensor | None = None
+    sizes = [sum(slab.num_bytes for slab in window) for window in windows]
     try:
         for number, window in enumerate(windows):
-            for launched in windows[number + len(flights) : number + 2]:
+            end = number + 2 if sum(sizes[number : number + 2]) <= most else number + 1
+            for launched in windows[number + len(flights) : end]:
                 ask()
                 flights.append(Flight(launched))
             flights[0].wait()
@@ -281,9 +288,6 @@ class Flight:
         if is_padded:
             every = empty(longest * len(ranks))
             start(dist.all_gather_into_tensor, every, sent)
-            if len(slabs) == 1 and slabs[0].is_in_order(ranks):
-                self._whole[id(slabs[0])] = every
-                return sent
             arrived = [one[:length] for one, length in zip(every.split(longest), lengths)]
         elif whole.dst is None:
             arrived = [sent if one == rank else empty(length) for one, length in zip(ranks, lengths)]
@@ -297,6 +301,9 @@ class Flight:
             every = empty(sum(received) // itemsize)
             start(dist.all_to_all_single, every, sent, output_split_sizes=received, input_split_sizes=sends)
             arrived = every.split(lengths) if whole.is_here else []
+        if len(slabs) == 1 and slabs[0].is_in_order(ranks):  # so the parts are of one length, and in one tensor
+            self._whole[id(slabs[0])] = every
+            return sent
         for one, tensor in zip(ranks, arrived):
             for slab, came in zip(slabs, tensor.split([slab.numel(one) for slab in slabs])):
                 self._arriving.setdefault(id(slab), {})[one] = came

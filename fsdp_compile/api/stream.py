@@ -130,20 +130,20 @@ def stream_wholes(
     wholes: Sequence[Whole], ranks: Ranks, max_bytes: int, in_pieces: bool = False
 ) -> Iterator[tuple[Slab, Tensor | None]]:
     """Return an iterator over tensors that became whole, or pieces of them; None where they are not sent."""
-    # Two windows are on their way or used, with what they send: with two ranks, half as much as they bring.
-    windows = list(windows_of(wholes, max_bytes // 6, in_pieces))
+    half = max_bytes // 2  # for two windows, on their way or used; with two ranks, they send half as much as they bring
+    windows = list(windows_of(wholes, half // 3, in_pieces))
     ranks.require_same(
         [[(one.whole.names, one.whole.dtype, one.whole.dst, one.piece, one.shape) for one in some] for some in windows]
     )
-    stream = _stream(windows, ranks)
+    stream = _stream(windows, half, ranks)
     next(stream)  # from here on, a stream that is dropped says so, though nobody read it
     return stream
 
 
-def _stream(windows: list[list[Slab]], ranks: Ranks) -> Iterator[Any]:
+def _stream(windows: list[list[Slab]], most: int, ranks: Ranks) -> Iterator[Any]:
     try:
         yield None
-        yield from landed(windows, ranks.ask)
+        yield from landed(windows, most, ranks.ask)
         ranks.ask()
     except BaseException:
         ranks.leave()
