@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -301,6 +302,20 @@ def test_a_budget_that_nothing_fits_into_is_met_as_well_as_can_be(fake_group_of_
     (said,) = [str(one.message) for one in seen if "memory_budget is" in str(one.message)]
     assert f"({plan.choice.chosen.peak_bytes:,} bytes)" in said
     assert plan.choice.chosen.peak_bytes == min(one.peak_bytes for one in (plan.choice.chosen, *plan.choice.lost))
+
+
+def test_a_budget_that_is_missed_says_of_how_many_units_the_shards_must_go(fake_group_of_four: None) -> None:
+    model = shard(Stack(4))
+
+    def needed(budget: int, said: str) -> int:
+        configure(model, memory_budget=budget, may=("gather", "recompute", "offload"))
+        with pytest.warns(UserWarning, match=re.escape(f"To come down, have {said} on the CPU (CPUOffloadPolicy)")):
+            choice = planned(model).choice
+        assert choice is not None
+        return choice.chosen.peak_bytes
+
+    least = needed(1 << 10, "shards")
+    needed(least - 1, "the shards of 3 of 5 units")
 
 
 def test_a_graph_that_is_not_the_step_is_planned_as_without_a_budget(fake_group_of_four: None) -> None:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import CPUOffloadPolicy, configure, inspect
+from fsdp_compile._torch_compat.subclasses import plain_tensors_in
 from fsdp_compile.core.containers import tensors_in
 from fsdp_compile.core.parts import local_of
 from fsdp_compile.optim import StatesOnHost
@@ -78,6 +79,27 @@ def test_the_first_states_stay_as_far_as_there_is_room(keep: int | str, num_away
         assert torch.equal(one, other)
         for name, value in optimizer.state[one].items():
             assert torch.equal(value, reference.state[other][name])
+
+
+@pytest.mark.more
+def test_states_of_eight_bits_are_copied_as_what_they_are_made_of() -> None:
+    eight_bit = pytest.importorskip("torchao.optim").AdamW8bit
+    params, others = _matched(2)
+    for param, other in zip(params, others):  # 64 KiB of states are eight bits a number
+        for one in (param, other):
+            one.data = one.data.repeat(*[16] * (one.ndim - 1), 1)
+            one.grad = torch.ones_like(one)
+    optimizer, reference = StatesOnHost(params, eight_bit), eight_bit(others)
+    expected = optimizer.state_bytes()
+    for _ in range(2):
+        optimizer.step()
+        reference.step()
+    assert optimizer._away == {*params[:2]}
+    assert 2 * 2 * params[0].numel() <= optimizer.state_bytes() == pytest.approx(expected, rel=0.05)
+    for one, other in zip(params, others):
+        assert torch.equal(one, other)
+        for name, value in optimizer.state[one].items():
+            assert all(map(torch.equal, plain_tensors_in(value), plain_tensors_in(reference.state[other][name])))
 
 
 def test_the_next_states_are_on_their_way_while_some_are_updated() -> None:

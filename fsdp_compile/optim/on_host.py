@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch_compat import dtensors
+from .._torch_compat import dtensors, subclasses
 from .._torch_compat.optimizers import step_without_hooks
 from ..core.containers import map_tensors, tensors_in
 from ..core.parts import local_of
@@ -93,12 +93,15 @@ class StatesOnHost(UpdatingOptimizer):
     def _bytes_an_element(
         self, group: dict[str, Any], dtype: torch.dtype, ndim: int, device: torch.device
     ) -> list[float]:
-        """Return the bytes of each state for an element of a parameter, by those that the class gives a small one."""
-        like = nn.Parameter(torch.zeros((8,) * ndim, dtype=dtype, device=device))
+        """Return the bytes of each state for an element of a parameter, by those that the class gives a small one.
+
+        It is not too small for torchao, whose states have 8 bits an element from 4,096 elements on, and a table.
+        """
+        like = nn.Parameter(torch.zeros((256,) * ndim, dtype=dtype, device=device))
         like.grad = torch.zeros_like(like)
         probe = self._make([{**settings_of(group), "params": [like]}], **self._settings)
         step_without_hooks(probe)
-        return [one.nbytes / like.numel() for one in tensors_in(probe.state[like]) if one.ndim]
+        return [_num_bytes(one) / like.numel() for one in tensors_in(probe.state[like]) if one.ndim]
 
     def _update(self) -> None:
         buckets = [*self._buckets()]
@@ -182,22 +185,30 @@ class StatesOnHost(UpdatingOptimizer):
         streams.wait_on_cpu()
 
     def _is_moved(self, tensor: Tensor) -> bool:
-        local = local_of(tensor)
-        return type(local) is Tensor and local.nbytes >= self._least_bytes and local.ndim > 0
+        return tensor.ndim > 0 and _num_bytes(tensor) >= self._least_bytes
 
     def _bytes_of(self, state: Any) -> int:
-        return sum(local_of(one).nbytes for one in tensors_in(state) if self._is_moved(one))
+        return sum(_num_bytes(one) for one in tensors_in(state) if self._is_moved(one))
 
     def _moved(self, state: Any, copy: Callable[[Tensor], Tensor], started: list[Tensor]) -> Any:
         """Return a state with copies of its large tensors, which are added to those that were ``started``."""
 
+        def copied(plain: Tensor) -> Tensor:
+            started.append(copy(plain))
+            return started[-1]
+
         def moved(tensor: Tensor) -> Tensor:
             if not self._is_moved(tensor):
                 return tensor
-            started.append(copy(local_of(tensor)))
-            return dtensors.dtensor_like(tensor, started[-1]) if isinstance(tensor, DTensor) else started[-1]
+            local = subclasses.map_inner(copied, local_of(tensor))
+            return dtensors.dtensor_like(tensor, local) if isinstance(tensor, DTensor) else local
 
         return map_tensors(state, moved)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Return the bytes of this rank's part; for a subclass such as that of 8-bit states, of the tensors inside it."""
+    return sum(plain.nbytes for plain in subclasses.plain_tensors_in(local_of(tensor)))
 
 
 def _require_class(optimizer_class: Any) -> None:

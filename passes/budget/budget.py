@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -25,10 +26,12 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from ..cost.profiles import PROFILES, HardwareProfile
+from ..ir.aliases import tensor_bytes
 from ..ir.plan import Choice, Plan, as_size
 from ..ir.provenance import find_reduces, find_unshards, groups_of, num_units_of
 from ..ranks.settle import Settled
 from ..schedule.planner import plan_joint, plan_keeping
+from ..wire.spec import without_use
 from .periods import Periods
 from .remember import remembered
 from .residency import GATHER, OFFLOAD, RECOMPUTE, choose, told_to_keep
@@ -153,7 +156,9 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
     assert decision.choice is not None
     choice = dataclasses.replace(decision.choice, rank=rank)
     if not choice.is_met:
-        helps = "have shards on the CPU (CPUOffloadPolicy)" if OFFLOAD in budget.may else f"add {OFFLOAD!r} to may"
+        shards = _shards_of(choice.chosen.peak_bytes - choice.budget_bytes, graph)
+        on_cpu = f"have {shards} on the CPU (CPUOffloadPolicy)"
+        helps = on_cpu if OFFLOAD in budget.may else f"add {OFFLOAD!r} to may"
         warnings.warn(
             f"memory_budget is {as_size(choice.budget_bytes)} ({choice.budget_bytes:,} bytes), and the smallest plan "
             f"of this step needs {as_size(choice.chosen.peak_bytes)} ({choice.chosen.peak_bytes:,} bytes): "
@@ -162,6 +167,18 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
             stacklevel=2,
         )
     return dataclasses.replace(decision, choice=choice)
+
+
+def _shards_of(num_bytes: int, graph: fx.Graph) -> str:
+    """Say of how many units the shards have so many bytes; two units' are on the device while they are gathered."""
+    by_unit: dict[str, dict[fx.Node, int]] = {}
+    for one in find_unshards(graph):
+        if one.shard.meta["val"].device == one.node.meta["val"].device:
+            by_unit.setdefault(without_use(one.unit), {})[one.shard] = tensor_bytes(one.shard.meta["val"])
+    largest = sorted((sum(shards.values()) for shards in by_unit.values()), reverse=True)
+    enough = (n for n, total in enumerate(itertools.accumulate(largest), 1) if total - sum(largest[:2]) >= num_bytes)
+    found = next(enough, None)
+    return "shards" if found is None else f"the shards of {found} of {len(largest)} units"
 
 
 def searched(
