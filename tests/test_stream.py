@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp_compile
 from fsdp_compile import (
@@ -275,11 +276,32 @@ def on_own_mesh() -> tuple[Any, Any]:
     return theirs, shard(ours, shard_placement_fn=lambda one: ShardPlacementResult(Shard(0), mesh) if one in apart else None)
 
 
+class Experts(nn.Module):
+    """Six of them, and a layer beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 5)
+        self.experts = nn.Module()
+        self.experts.up = nn.Parameter(torch.randn(6, 8, 4))
+
+
+def on_three_dims() -> tuple[Any, Any]:
+    """Experts are cut over one dimension of the mesh, and each over another, in its second dimension."""
+    theirs, ours = twins(Experts)
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "experts"))
+    up = distribute_tensor(ours.experts.up.detach(), mesh["experts"], [Shard(0)])
+    ours.experts.up = nn.Parameter(up)
+    fully_shard(ours.experts, mesh=mesh["replicate", "shard"], shard_placement_fn=lambda one: Shard(1))
+    return theirs, fully_shard(ours, mesh=mesh["replicate", "shard"])
+
+
 MESHES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "replicas": replicas,
     "tensor parallel": lambda: tensor_parallel(1, WideBlock),
     "tensor parallel in front": on_spmd_mesh,
     "a mesh of its own": on_own_mesh,
+    "three dimensions": on_three_dims,
 }
 
 
@@ -300,6 +322,26 @@ def test_parts_on_any_mesh_become_whole_and_parts_again(case: str) -> None:
     for src, given in ((None, changed), (2, expected if dist.get_rank() == 2 else {})):
         assert load_full_params(ours, given.items(), src=src) == []
         assert_same(joined(stream_full_params(ours)), expected if src else changed)
+
+
+@pytest.mark.frameworks
+@on_two_ranks
+def test_float8_weights_come_as_what_they_are_computed_from() -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    theirs = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32, bias=False))
+    expected = {name: one.clone() for name, one in theirs.state_dict().items()}
+    ours = convert_to_float8_training(theirs, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
+    for layer in ours:
+        fully_shard(layer)
+    fully_shard(ours)
+    for settings in ({}, {"max_bytes": 3000}, {"max_bytes": 3000, "pieces": True}):
+        came = joined(stream_full_params(ours, **settings))
+        assert_same(came, expected)
+        assert {*map(type, came.values())} == {Tensor}
+    doubled = {name: 2 * one for name, one in expected.items()}
+    assert load_full_params(ours, doubled.items()) == []
+    assert_same(joined(stream_full_params(ours)), doubled)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # PEFT asks for it
