@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import fsdp_compile
 from fsdp_compile.core.settings import GATHERS
-from fsdp_compile.tools.link import Link
+from fsdp_compile.tools.link import SlowLink
 from tests.models import Stack, shard
 from tests.ranks import Ranks
 from tests.recording import Wire
@@ -36,7 +36,7 @@ def main() -> None:
     where = f"a link of {rate}" if rate else "loopback"
     print(f"torch {torch.__version__}, 2 ranks over gloo on {where}; median of {_REPEAT} steps\n")
     print("| micro-batches | gather | gathered MB | reduced MB | step s |\n|---|---|---|---|---|")
-    with Link(rate) if rate else nullcontext() as link:
+    with SlowLink(rate) if rate else nullcontext() as link:
         for gather in GATHERS:
             with Ranks(2, link=link) as ranks:
                 for row in ranks.run(measure, gather, limit_s=600)[0]:

@@ -35,7 +35,7 @@ from benchmarks.settings import Settings
 from benchmarks.train_step import MALLOC_GIVES_BACK, exit_on_sigterm
 from fsdp_compile.passes.budget.residency import GATHER, MAY, RECOMPUTE
 from fsdp_compile.tools import calibrate
-from fsdp_compile.tools.link import Link, LinkError, check_possible
+from fsdp_compile.tools.link import LinkError, SlowLink, check_possible
 
 LOOPBACK, RATE = "loopback", "1gbit"
 _LIMIT_S = 600.0
@@ -108,7 +108,7 @@ def main() -> int:
             profile = options.profile or f"{folder}/{over}.json"
             rate = None if over == LOOPBACK else over
             if not options.profile:
-                calibrate.run_calibrate(calibrate.Settings(name=over, out=profile, link=rate), console)
+                calibrate.run_calibrate(calibrate.CalibrationSettings(name=over, out=profile, link=rate), console)
             for number, one in enumerate(chosen):
                 if one.over == over:
                     outcome = _run(one, settings, profile, cores, Path(folder), number)
@@ -122,7 +122,7 @@ def _run(
 ) -> Outcome:
     begun = time.monotonic()
     with ExitStack() as stack:
-        link = stack.enter_context(Link(one.over)) if one.over != LOOPBACK else None
+        link = stack.enter_context(SlowLink(one.over)) if one.over != LOOPBACK else None
         job = PredictedJob(
             variant="ours",
             mode="time",

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp_compile
-from fsdp_compile.tools.link import Link
+from fsdp_compile.tools.link import SlowLink
 from tests.processes import AnonymousPeak, give_back_freed_memory
 from tests.ranks import Ranks
 
@@ -140,7 +140,7 @@ def main() -> None:
         columns = "way", "peak above shards", "seconds", "collectives"
         where = f"a link of {rate}" if rate else "loopback"
         table = Table(*columns, title=f"{num_ranks} ranks over {where}, shards of {shard_mib:.0f} MiB each")
-        with Link(rate) if rate else nullcontext() as link:
+        with SlowLink(rate) if rate else nullcontext() as link:
             with Ranks(num_ranks, link=link) as ranks:
                 costly = {way: ranks.run(here.costs, way) for way in WAYS}
             with Ranks(num_ranks, link=link) as ranks:  # others: what malloc keeps for the timed ones would count

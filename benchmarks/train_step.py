@@ -24,7 +24,7 @@ from benchmarks.launch import Outcome, launch
 from benchmarks.records import Record, first_step_s, mean_losses
 from benchmarks.settings import DTYPES, Job, Mode, Settings
 from benchmarks.variants import VARIANTS
-from fsdp_compile.tools.link import Link, LinkError, bytes_per_s
+from fsdp_compile.tools.link import LinkError, SlowLink, bytes_per_s
 
 _DEFAULT_JSON = Path(__file__).resolve().parent / "results" / "train_step.json"
 _TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # relative, at the worst step
@@ -46,7 +46,7 @@ def main() -> int:
     reference: list[float] = []
     interrupted = False
     with ExitStack() as stack:
-        link = stack.enter_context(Link(options.link)) if options.link else None
+        link = stack.enter_context(SlowLink(options.link)) if options.link else None
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-compile-bench-")))
         bench = Bench(options, settings, link, cores, work)
         try:
@@ -78,7 +78,7 @@ class Bench:
     """Runs jobs one after the other; what a run needs besides its variant and mode is fixed here."""
 
     def __init__(
-        self, options: argparse.Namespace, settings: Settings, link: Link | None, cores: list[int], work: Path
+        self, options: argparse.Namespace, settings: Settings, link: SlowLink | None, cores: list[int], work: Path
     ) -> None:
         self._options = options
         self._settings = settings

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from . import __version__
 from .demo.report import missing_tools, run_demo
-from .demo.training import Settings
+from .demo.training import DemoSettings
 from .forecast.command import add_options, run_plan
 from .profiling import command as profiling
 from .tools import calibrate, link
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    default = Settings()
+    default = DemoSettings()
     parser.description = (
         "Train a small transformer in local processes: unsharded, with torch's FSDP2, with FSDP2 over compiled blocks, "
         "and with fsdp_compile under torch.compile. On GPUs, over NCCL, where each process gets one; else on the CPU, "
@@ -91,10 +91,11 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    if arguments.dim % Settings.head_dim:
-        print(f"--dim {arguments.dim} is not a multiple of {Settings.head_dim}, the size of a head.", file=sys.stderr)
+    if arguments.dim % DemoSettings.head_dim:
+        its = DemoSettings.head_dim
+        print(f"--dim {arguments.dim} is not a multiple of {its}, the size of a head.", file=sys.stderr)
         return 2
-    settings = Settings(
+    settings = DemoSettings(
         ranks=arguments.ranks,
         steps=arguments.steps,
         layers=arguments.layers,
@@ -121,7 +122,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    default = calibrate.Settings()
+    default = calibrate.CalibrationSettings()
     parser.description = (
         "Time matmuls, copies and collectives in local processes, on GPUs over NCCL where each process gets one, else "
         "on the CPU over gloo, and write a hardware profile. Takes less than a minute on two cores. Exit code 2 when "
@@ -159,7 +160,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     if problem is not None:
         print(problem, file=sys.stderr)
         return 2
-    settings = calibrate.Settings(ranks=arguments.ranks, name=arguments.name, out=arguments.out, link=arguments.link)
+    settings = calibrate.CalibrationSettings(
+        ranks=arguments.ranks, name=arguments.name, out=arguments.out, link=arguments.link
+    )
     calibrate.run_calibrate(settings, Console())
     return 0
 

@@ -31,10 +31,10 @@ from .ir.nodes import copied, tangents_of
 from .ir.phases import has_phases, number_phases
 from .ir.plan import Plan
 from .ir.provenance import (
-    annotate,
     annotate_reductions,
     groups_of,
     has_markers,
+    name_gathers,
     name_reductions,
     reduce_nodes,
     settle_names,
@@ -155,7 +155,7 @@ class PassManager(CustomGraphPass):
 
     def _prepare_whole(self, graph: fx.Graph) -> None:
         number_phases(graph)
-        annotate(graph)
+        name_gathers(graph)
         annotate_reductions(graph)
         self._run(graph, "joint", None, WHOLE_PASSES)
 

@@ -20,7 +20,7 @@ from _pytest.config import parse_warning_filter  # pytest 8 and 9
 from benchmarks.worker_process import take_gpu
 from fsdp_compile.lookout.lookout import lookout
 from fsdp_compile.passes.wire import collectives
-from fsdp_compile.tools.link import Link
+from fsdp_compile.tools.link import SlowLink
 from fsdp_compile.workers import Crew, Send
 from tests.building import build_graphs_at_once
 
@@ -37,7 +37,7 @@ class Ranks(Crew):
     Two of them may talk over a link.
     """
 
-    def __init__(self, num_ranks: int, backend: str = "gloo", link: Link | None = None) -> None:
+    def __init__(self, num_ranks: int, backend: str = "gloo", link: SlowLink | None = None) -> None:
         # torch looks for a GPU when it imports Inductor (2.11), and a process that was forked after that cannot use one.
         preload = () if backend == "nccl" or link else PRELOAD
         settings = {"backend": backend, "interfaces": link.interfaces if link else None}

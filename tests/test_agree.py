@@ -8,11 +8,11 @@ import torch.distributed as dist
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import _torch_compat as compat
 from fsdp_compile.passes.ranks.agree import Agreement
-from fsdp_compile.passes.wire.ledger import GraphText, Launch, Ledger, ledger
+from fsdp_compile.passes.wire.ledger import GraphText, Ledger, ListedLaunch, ledger
 
 
 def _text(*names: str) -> GraphText:
-    return GraphText("forward", "", (), tuple(Launch("all_gather", "g", "float32", 64, (name,), ()) for name in names))
+    return GraphText("forward", "", (), tuple(ListedLaunch("all_gather", "g", "float32", 64, (name,), ()) for name in names))
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def test_a_rank_that_gathers_from_fewer_ranks_is_told_so(monkeypatch: pytest.Mon
     store = dist.HashStore()
     monkeypatch.setattr(compat, "default_store", lambda: store)
     monkeypatch.setattr(compat, "group_ranks", lambda group: (0, 1) if group == "node" else (0, 1, 2, 3))
-    summed = Launch("reduce_scatter", "all", "float32", 64, ("a",), ())
+    summed = ListedLaunch("reduce_scatter", "all", "float32", 64, ("a",), ())
     texts = [
-        GraphText("backward", "", (), (Launch("all_gather", group, "float32", 64, ("a",), ()), summed))
+        GraphText("backward", "", (), (ListedLaunch("all_gather", group, "float32", 64, ("a",), ()), summed))
         for group in ("all", "other name", "node")
     ]
     for text in texts[:2]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import configure, fully_shard, inspect
-from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
+from fsdp_compile.demo.training import DemoSettings, batch_of, build_model, shard_with_ours
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import Budget, Group, Plan
 from fsdp_compile.passes.budget.budget import default_profile
@@ -32,7 +32,7 @@ from fsdp_compile.passes.ranks.agree import Agreement
 from fsdp_compile.passes.ranks.settle import Settled
 from fsdp_compile.passes.schedule.calls import name_markers
 from fsdp_compile.passes.schedule.planner import plan_joint
-from fsdp_compile.passes.wire.ledger import GraphText, Launch
+from fsdp_compile.passes.wire.ledger import GraphText, ListedLaunch
 from tests.comparing import assert_same_grads
 from tests.compiling import passes
 from tests.models import Apart, Stack, pair, shard
@@ -466,14 +466,14 @@ def test_what_was_settled_in_a_world_that_is_gone_does_not_hold(
         assert other.decision("world", ("w",), [{0, 1}], decide).keep == (f"w{number}",)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
         for one in (agreement, others):
-            one.check(GraphText("backward", "", (), (Launch("all_gather", "g", "float32", 8, ("w",), ()),) * number))
+            one.check(GraphText("backward", "", (), (ListedLaunch("all_gather", "g", "float32", 8, ("w",), ()),) * number))
     assert asked == [0, 0]
 
 
 
 def _beside_fsdp2() -> tuple[int, int, int]:
     """What FSDP2 was predicted to need, what was chosen to be needed instead, and what FSDP2 did need, eagerly."""
-    settings = Settings(layers=3, dim=256, batch=4, seq=256, head_dim=64)
+    settings = DemoSettings(layers=3, dim=256, batch=4, seq=256, head_dim=64)
     mesh, batch = init_device_mesh("cpu", (2,)), batch_of(settings, dist.get_rank())
     model = shard_with_ours(build_model(settings), mesh)
     configure(model, memory_budget="fsdp2")

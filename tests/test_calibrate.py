@@ -79,7 +79,7 @@ def samples(num_ranks: int, backend: str, slower: float = 1.0) -> dict[str, Any]
 def test_a_profile_gives_back_what_was_measured_of_the_slowest_rank(num_ranks: int, backend: str) -> None:
     ranks = [samples(num_ranks, backend) for _ in range(num_ranks)]
     ranks[1] = samples(num_ranks, backend, slower=2.0)
-    profile = calibrate.profile_of(ranks, calibrate.Settings(ranks=num_ranks, name="mine"))
+    profile = calibrate.profile_of(ranks, calibrate.CalibrationSettings(ranks=num_ranks, name="mine"))
     assert (profile.name, profile.backend, profile.ranks_per_node) == ("mine", backend, 8)
     assert profile.flops == {"float32": 4.5e10, "bfloat16": 9e10} and profile.kernel_s == 4e-6
     assert (profile.memory_bytes_per_s, profile.host_bytes_per_s) == (5e9, 2.5e9)
@@ -94,9 +94,9 @@ def test_a_profile_gives_back_what_was_measured_of_the_slowest_rank(num_ranks: i
 def test_the_tables_show_the_fit_and_how_far_off_it_is() -> None:
     ranks = [samples(2, "gloo") for _ in range(2)]
     ranks[0]["collectives"]["all_gather"][0] = (SIZES[0], 1e-2)  # one size took too long on one rank
-    profile = calibrate.profile_of(ranks, calibrate.Settings())
+    profile = calibrate.profile_of(ranks, calibrate.CalibrationSettings())
     console = Console(file=io.StringIO(), width=120)
-    console.print(calibrate.compute_table(ranks, profile), calibrate.collectives_table(ranks, profile, 2))
+    console.print(calibrate.compute_table(ranks, profile), calibrate.fits_table(ranks, profile, 2))
     assert isinstance(console.file, io.StringIO)
     rows = {line.split("  ")[0].strip(): line for line in console.file.getvalue().splitlines()}
     assert "90.0 GFLOP/s" in rows["float32"] and "10.00 GB/s" in rows["float32"]
@@ -156,7 +156,7 @@ def test_a_link_that_cannot_be_built_ends_the_run_with_2(
 def test_a_link_is_measured_on_the_cpu_and_without_affinity_all_cpus_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(measure.torch.cuda, "device_count", lambda: 2)
-    assert [measure.device_of(2, 1, has_link=one).type for one in (False, True)] == ["cuda", "cpu"]
+    assert [measure.own_device(2, 1, has_link=one).type for one in (False, True)] == ["cuda", "cpu"]
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert measure._num_cpus() == os.cpu_count()
 
@@ -180,7 +180,7 @@ def test_a_worker_measures_all_that_a_profile_takes(tmp_path: Path, monkeypatch:
         if dist.is_initialized():
             dist.destroy_process_group()
     steps, found = [message["step"] for message in sent[:-1]], sent[-1]["result"]
-    assert len(steps) == measure.stages(job, measure.device_of(1, 0)) == len(set(steps))
+    assert len(steps) == measure.stages(job, measure.own_device(1, 0)) == len(set(steps))
     assert set(found["flops"]) == {"float32", "float64", "bfloat16"} and min(found["flops"].values()) > 0
     assert list(found["collectives"]) == list(KINDS)
     assert all([size for size, _ in points] == list(sizes) for points in found["collectives"].values())

@@ -15,7 +15,7 @@ import fsdp_compile
 from fsdp_compile import Explanation, MixedPrecisionPolicy, explain, fully_shard
 from fsdp_compile.core.unit import units_in
 from fsdp_compile.passes import Bucket, ParamSpec
-from fsdp_compile.passes.cost.owners import _Names
+from fsdp_compile.passes.cost.owners import _StorageNames
 from fsdp_compile.passes.cost.replay import QUEUED, Compute, Event, Launch, Wait, simulate
 from fsdp_compile.passes.cost.verdicts import COMPUTE, DEPENDENCY, HIDDEN, MEMORY, ORDER, Verdict, Verdicts
 from fsdp_compile.passes.ir.aliases import storages_of
@@ -253,7 +253,7 @@ def test_owners_at_the_peak_are_called_by_what_they_hold(monkeypatch: pytest.Mon
     found = explained(model, torch.randn(4, 64), reduction="all_to_all")
     said: set[str] = set()
     for record in (graph.record for graph in found.report.graphs if graph.stage != "joint"):
-        names = _Names(record.graph, record.plan)
+        names = _StorageNames(record.graph, record.plan)
         for node in record.graph.nodes:
             if node.op == "call_function" and ROLE in node.meta:
                 said |= {names.of(storage) for storage in storages_of(record.graph)[node] if storage.node is node}

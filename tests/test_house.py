@@ -121,6 +121,17 @@ def test_imports_are_in_sight() -> None:
     assert hidden == []
 
 
+def test_a_name_has_one_meaning() -> None:
+    """No two modules define a class, or a function for others, of one name; what a command calls is main or work."""
+    defined: dict[str, list[str]] = {}
+    for name, tree in TREES.items():
+        for node in tree.body:
+            is_ours = isinstance(node, ast.ClassDef) or isinstance(node, ast.FunctionDef) and node.name[0] != "_"
+            if is_ours and node.name not in ("main", "work"):
+                defined.setdefault(node.name, []).append(name)
+    assert {one: modules for one, modules in defined.items() if len(modules) > 1} == {}
+
+
 # Private by their look alone: documented, or the only way to a module's own dicts.
 FOREIGN = {
     "_parameters", "_buffers", "_modules", "_call_impl", "_flat_weights_names",  # of nn.Module and nn.RNNBase, 2.11 to 2.15

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp_compile.lookout.chain import NOTHING, Chain, Group, Link
-from fsdp_compile.lookout.judge import ADVICE, HAS_DIED, IS_LOST, SAYS_NOTHING, Said, Verdict, judge
-from fsdp_compile.lookout.lookout import ENVIRONMENT, Lookout, RanksParted, Watch
+from fsdp_compile.lookout.chain import NOTHING, Chain, ChainLink, GroupProgress
+from fsdp_compile.lookout.judge import ADVICE, HAS_DIED, IS_LOST, SAYS_NOTHING, Judgement, Said, judge
+from fsdp_compile.lookout.lookout import ENVIRONMENT, Lookout, LookoutThread, RanksParted
 from fsdp_compile.lookout.names import Namer
 from fsdp_compile.passes import _torch_compat as compat
 from fsdp_compile.passes.ranks.worlds import World
@@ -163,12 +163,12 @@ def _lines(text: str) -> list[str]:
     return [line.strip() for line in shown.splitlines()[1:]]
 
 
-def links(*names: str) -> tuple[Link, ...]:
-    return tuple(Link("all_gather float32 8 bytes a rank, 1 parameter", (name,)) for name in names)
+def links(*names: str) -> tuple[ChainLink, ...]:
+    return tuple(ChainLink("all_gather float32 8 bytes a rank, 1 parameter", (name,)) for name in names)
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_has_not() -> None:
-    """At its exit it joins the thread, and Python knows that a fork has none: ``Watch`` is a ``threading.Thread``."""
+    """At its exit it joins the thread, and Python knows that a fork has none: ``LookoutThread`` is a ``threading.Thread``."""
     goes_on = threading.Event()
     watch: Any = threading.Thread(target=goes_on.wait, daemon=True)
     watch._ends = threading.Event()
@@ -176,7 +176,7 @@ def test_a_fork_does_not_wait_for_a_thread_that_it_has_not() -> None:
     child = os.fork()
     if child == 0:
         began = time.monotonic()
-        Watch.end(watch)
+        LookoutThread.end(watch)
         os._exit(time.monotonic() - began > 1)
     assert os.waitpid(child, 0)[1] == 0
     goes_on.set()
@@ -196,7 +196,7 @@ def test_a_store_that_is_gone_does_not_let_ranks_that_parted_go_on(monkeypatch: 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(ledger, "alarm", None)
     world = World(lambda: store, "")
-    watch = Watch(Lookout(), Namer(), world, world)
+    watch = LookoutThread(Lookout(), Namer(), world, world)
     watch._part("they differ")
     watch.run()
     with pytest.raises(RanksParted, match="they differ"):
@@ -224,9 +224,9 @@ def test_a_graph_has_issued_what_its_group_was_given_since_it_began() -> None:
     assert [chain.issued() for _ in range(3)] == [2, 3, 5]
 
 
-def group(*names: str, issued: int | None = None) -> Group:
+def group(*names: str, issued: int | None = None) -> GroupProgress:
     made = links(*names)
-    return Group((0, 1), len(made), NOTHING, len(made) if issued is None else issued, made)
+    return GroupProgress((0, 1), len(made), NOTHING, len(made) if issued is None else issued, made)
 
 
 def test_who_waits_for_one_that_is_busy_is_not_told_to_raise() -> None:
@@ -250,7 +250,7 @@ def test_who_waits_for_one_that_waits_in_another_group_is() -> None:
 def test_three_ranks_that_wait_in_a_circle_are() -> None:
     def of(ahead: str, behind: str) -> Said:
         ranks = {"0": (0, 1), "1": (1, 2), "2": (2, 0)}
-        return Said({name: Group(ranks[name], 1, NOTHING, int(name == ahead), links("a")) for name in (ahead, behind)}, 70)
+        return Said({name: GroupProgress(ranks[name], 1, NOTHING, int(name == ahead), links("a")) for name in (ahead, behind)}, 70)
 
     assert "wait for one another" in judge({0: of("0", "2"), 1: of("1", "0"), 2: of("2", "1")}, waiting=0, idle_s=30).text
 
@@ -262,12 +262,12 @@ def test_who_said_that_it_waits_before_the_other_went_on_is_not() -> None:
 
 def test_a_slow_network_is_no_difference() -> None:
     same = Said({"0": group("a", "b")}, 70)
-    assert judge({0: same, 1: same}, waiting=0, idle_s=30) == Verdict()
+    assert judge({0: same, 1: same}, waiting=0, idle_s=30) == Judgement()
 
 
 def test_a_rank_that_says_nothing_has_died_only_if_a_wait_failed() -> None:
     """Else it may be held up, in C code that does not let its thread run."""
-    ahead, last_heard = Said({"0": group("a", "b")}, 70), Group((0, 1), 1, NOTHING, 1)
+    ahead, last_heard = Said({"0": group("a", "b")}, 70), GroupProgress((0, 1), 1, NOTHING, 1)
     for state in (SAYS_NOTHING, HAS_DIED):
         verdict = judge({0: ahead, 1: Said({"0": last_heard}, state=state)}, waiting=0, idle_s=30)
         assert bool(verdict.slow) == (state == SAYS_NOTHING) and bool(verdict.text) == (state == HAS_DIED)
@@ -275,6 +275,6 @@ def test_a_rank_that_says_nothing_has_died_only_if_a_wait_failed() -> None:
 
 
 def test_names_that_are_not_sure_are_no_difference() -> None:
-    unsure = Group((0, 1), 1, NOTHING, 1, (Link(links("b")[0].wire, ("b",), sure=False),))
+    unsure = GroupProgress((0, 1), 1, NOTHING, 1, (ChainLink(links("b")[0].wire, ("b",), sure=False),))
     verdict = judge({0: Said({"0": group("a")}), 1: Said({"0": unsure})})
     assert verdict.text == "" and verdict.nameless == ("0",)

@@ -33,7 +33,7 @@ from fsdp_compile import (
 from fsdp_compile.core.mesh import inner_mesh, shard_mesh
 from fsdp_compile.core.spec import division
 from fsdp_compile.passes.ranks.agree import Agreement
-from fsdp_compile.passes.wire.ledger import GraphText, Launch
+from fsdp_compile.passes.wire.ledger import GraphText, ListedLaunch
 from tests.comparing import assert_same_grads, batches, full, loss_of, reference_backward, train_and_compare
 from tests.compiling import PATHS, compile_blocks, compiled, num_graphs
 from tests.models import Block, EvenBlock, Spread, Stack, mesh_of, pair, shard, twins
@@ -391,9 +391,9 @@ def test_a_bucket_is_all_reduced_before_the_next_unit_is_reduced(fake_group_of_f
 def _agreement() -> str:
     mesh = shard_mesh(mesh_of("replicate", "shard"))
     names = ("only.in.this.test", "another")
-    together = (Launch("all_gather", mesh.group, "float32", 8, names, ()),)
-    apart = tuple(Launch("all_gather", mesh.group, "float32", 4, (name,), ()) for name in names)
-    summed = Launch("all_reduce", mesh.replicate_group, "float32", 8, names, ())
+    together = (ListedLaunch("all_gather", mesh.group, "float32", 8, names, ()),)
+    apart = tuple(ListedLaunch("all_gather", mesh.group, "float32", 4, (name,), ()) for name in names)
+    summed = ListedLaunch("all_reduce", mesh.replicate_group, "float32", 8, names, ())
     late = dist.get_rank() >= 2  # the second replica
     # As stages of a pipeline, which share no group: equal names say nothing.
     Agreement().check(GraphText("forward", "", (), apart if late else together))

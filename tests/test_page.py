@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 
 from fsdp_compile.page.page import embedded, page_of
-from fsdp_compile.page.picture import Collective, Compute, Difference, Memory, Picture, PicturedGraph, PicturedStep
+from fsdp_compile.page.picture import (
+    Picture,
+    PicturedChanges,
+    PicturedCollective,
+    PicturedGraph,
+    PicturedMemory,
+    PicturedStep,
+    PicturedWork,
+)
 from fsdp_compile.page.trace import trace_events
 from fsdp_compile.passes.cost.owners import Owned
 from tests.browser import Browser, Page
@@ -24,20 +32,20 @@ EVIL = "</script><img src=x onerror=\"document.title='owned'\"><!--"
 MS = 1e-3
 
 
-def collective(kind: str, fqns: tuple[str, ...], start_ms: float, end_ms: float, num_bytes: int, exposed_ms: float) -> Collective:
+def collective(kind: str, fqns: tuple[str, ...], start_ms: float, end_ms: float, num_bytes: int, exposed_ms: float) -> PicturedCollective:
     cause, verdict = ("compute", "only 1 ms beside it") if exposed_ms else ("hidden", "hidden behind 2 ms of compute")
-    return Collective(
+    return PicturedCollective(
         kind, "layers.0 (Block)", fqns, "bf16", num_bytes, 2 * num_bytes, "g", start_ms * MS, start_ms * MS, end_ms * MS,
         (end_ms - exposed_ms) * MS, (end_ms - start_ms) * MS, 1 * MS, exposed_ms * MS, cause, verdict,
         ("begin", fqns[0], "begin", fqns[-1]),
     )  # fmt: skip
 
 
-def graph(stage: str, start_ms: float, collectives: tuple[Collective, ...], peak: int) -> PicturedGraph:
-    work = Compute(f"mm_{stage}", "mm", "layers.0", (start_ms + 3) * MS, (start_ms + 9) * MS, "compute")
+def graph(stage: str, start_ms: float, collectives: tuple[PicturedCollective, ...], peak: int) -> PicturedGraph:
+    work = PicturedWork(f"mm_{stage}", "mm", "layers.0", (start_ms + 3) * MS, (start_ms + 9) * MS, "compute")
     kinds = {"parameter shard": (100, 100), "gathered": (0, peak - 100)}
     owners = (Owned("gather", EVIL, "gathered", peak - 100), Owned("p", "w", "parameter shard", 100))
-    memory = Memory((start_ms * MS, (start_ms + 3) * MS), kinds, (start_ms + 3) * MS, "mm", peak, owners)
+    memory = PicturedMemory((start_ms * MS, (start_ms + 3) * MS), kinds, (start_ms + 3) * MS, "mm", peak, owners)
     return PicturedGraph(stage, start_ms * MS, 10 * MS, 2 * MS, (work,), collectives, (), memory)
 
 
@@ -58,8 +66,8 @@ def made(name: str = EVIL) -> Picture:
         "step 1", "toy", 20 * MS, 3 * MS, 900, 100, (graph("forward", 0, forward, 800), graph("backward", 10, backward, 900)),
         params=((name, "kept", "memory budget"),), plan=plan, plan_id="abc", choice=f"budget {name}",
         differences=(
-            Difference("forward", "insert", 2, 1 * MS, ("@@ -1,2 +1,2 @@", f"-w = unshard({name})  # {name}", "+g = all_gather(x)")),
-            Difference("forward", "check", 0, 1 * MS, ()),
+            PicturedChanges("forward", "insert", 2, 1 * MS, ("@@ -1,2 +1,2 @@", f"-w = unshard({name})  # {name}", "+g = all_gather(x)")),
+            PicturedChanges("forward", "check", 0, 1 * MS, ()),
         ),
     )  # fmt: skip
     return Picture(name, "2.15", (f"read {name}",), (step,))
@@ -277,7 +285,7 @@ def test_the_trace_has_whole_nanoseconds_so_that_perfetto_drops_no_operator() ->
     ends = [0.0]
     for step in range(2000):
         ends.append(ends[-1] + 1e-7 + step * 1.7e-7 / 3)
-    work = tuple(Compute(f"mm_{n}", "mm", "", start, end, "compute") for n, (start, end) in enumerate(pairwise(ends)))
+    work = tuple(PicturedWork(f"mm_{n}", "mm", "", start, end, "compute") for n, (start, end) in enumerate(pairwise(ends)))
     picture = made("Net")
     drawn = dataclasses.replace(picture.steps[0].graphs[0], compute=work, collectives=())
     step = dataclasses.replace(picture.steps[0], graphs=(drawn,))

@@ -24,8 +24,8 @@ from fsdp_compile.forecast import command, forecast
 from fsdp_compile.forecast.command import add_options
 from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, Hardware, Planner
 from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
-from fsdp_compile.forecast.layers import Run, find_run, with_fewer
-from fsdp_compile.forecast.show import count, show_one, show_sweep, size, unit_for
+from fsdp_compile.forecast.layers import LayerRun, find_run, with_fewer
+from fsdp_compile.forecast.show import short_number, show_one, show_sweep, size, unit_for
 from fsdp_compile.forecast.sweep import Sweep, Weights, around, best_of, weights_of
 from fsdp_compile.forecast.target import Target, find_target
 from fsdp_compile.graph.install import manager
@@ -146,13 +146,13 @@ def test_a_layer_is_repeated_as_often_with_what_it_holds() -> None:
 
 def test_layers_repeat_that_differ_in_their_number_alone() -> None:
     model = Tiny()
-    assert find_run(model) == Run("layers", 0, 1, LAYERS)
+    assert find_run(model) == LayerRun("layers", 0, 1, LAYERS)
     model.layers[0].up = nn.Linear(DIM, 4 * DIM)  # a bias
-    assert find_run(model) == Run("layers", 1, 1, LAYERS - 1)
+    assert find_run(model) == LayerRun("layers", 1, 1, LAYERS - 1)
     for place, layer in enumerate(model.layers):
         layer.window = 8 if place % 3 else None
-    assert find_run(model) == Run("layers", 1, 3, (LAYERS - 1) // 3)
-    run = Run("layers", 1, 3, 3)
+    assert find_run(model) == LayerRun("layers", 1, 3, (LAYERS - 1) // 3)
+    run = LayerRun("layers", 1, 3, 3)
     fewer = with_fewer(model, run, 2)
     assert [layer.index for layer in fewer.layers] == [0, 1, 2, 3, 7, 8, 9, 10, 11]
     assert [name for name, _ in fewer.layers.named_children()] == [str(place) for place in range(9)]
@@ -482,7 +482,7 @@ def test_where_no_window_is_nothing_is_left_out(capsys: Any, monkeypatch: pytest
 
 
 def test_three_digits_of_a_figure_are_seen() -> None:
-    assert [count(one) for one in (12, 918_700, 999_999, 8_030_261_248, 70_600_000_000)] == ["12", "919K", "1M", "8.03B", "70.6B"]
+    assert [short_number(one) for one in (12, 918_700, 999_999, 8_030_261_248, 70_600_000_000)] == ["12", "919K", "1M", "8.03B", "70.6B"]
     sizes = (12, 1 << 10, 1_234_567, 9 << 29, 75 << 30)
     assert [size(one) for one in sizes] == ["12 bytes", "1.00 KiB", "1.18 MiB", "4.50 GiB", "75.0 GiB"]
     assert [unit_for(one) for one in ((1 << 30, 1 << 40), (1 << 27, 1 << 30), (1 << 26, 1 << 35), (1,))] == ["GiB", "GiB", "MiB", "KiB"]

@@ -26,7 +26,7 @@ from fsdp_compile.passes.wire.ledger import ledger
 from fsdp_compile.profiling.annotate import Facts, annotate
 from fsdp_compile.profiling.listen import Expected, Heard
 from fsdp_compile.profiling.summary import summarize
-from fsdp_compile.profiling.traces import read
+from fsdp_compile.profiling.traces import read_trace
 from tests.comparing import local_loss
 from tests.compiling import compiled
 from tests.models import Stack, mesh_of, shard
@@ -269,7 +269,7 @@ def test_steps_are_those_of_the_cpu_and_not_what_streams_have_of_them(tmp_path: 
     ]
     path = tmp_path / "node_0.1.pt.trace.json"
     path.write_text(json.dumps(annotate(traced, facts(num_steps=2))))
-    assert read(path).steps == ((0, pytest.approx(1e-3)), (pytest.approx(1e-3), pytest.approx(2e-3)))
+    assert read_trace(path).steps == ((0, pytest.approx(1e-3)), (pytest.approx(1e-3), pytest.approx(2e-3)))
 
 
 def record_two(folder: str, backend: str) -> None:

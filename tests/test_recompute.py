@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile import configure, fully_shard, inspect
-from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
+from fsdp_compile.demo.training import DemoSettings, batch_of, build_model, shard_with_ours
 from fsdp_compile.passes import Plan
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, LEAN, choose
 from fsdp_compile.passes.budget.trial import Trial, trial_of
@@ -169,7 +169,7 @@ def test_a_user_writes_into_a_plan_what_is_computed_again(two_ranks: Ranks, back
     assert followed.backward.gathers == plan.backward.gathers  # which have what is computed with them as well
 
 
-SIZES = Settings(layers=3, dim=128, batch=8, seq=256, head_dim=32, vocab=256)
+SIZES = DemoSettings(layers=3, dim=128, batch=8, seq=256, head_dim=32, vocab=256)
 
 
 def _trained_within(shares: tuple[float, ...]) -> list[tuple[int, int, int, tuple[str, ...]]]:

@@ -84,7 +84,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
-def is_view(tensor: torch.Tensor) -> bool:
+def is_modules_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a view that a module made (``_is_view``: 2.11 to 2.15).
 
     Full backward hooks pass outputs through ``BackwardHookFunction``, whose outputs are views that no module made.

@@ -140,7 +140,7 @@ def no_compile_caches() -> Iterator[None]:
         yield
 
 
-def size_hint(size: int | torch.SymInt) -> int:
+def size_when_compiled(size: int | torch.SymInt) -> int:
     """Return a size as a number: for a symbolic one the value seen when it was compiled, 2 if there was none."""
     return passes_compat.size_hint(size, default=2)
 

@@ -32,7 +32,7 @@ def traces_call_of(modules: Sequence[nn.Module], file: str) -> bool:
     return False
 
 
-def keep(what: Any, local: str) -> None:
+def keep_local(what: Any, local: str) -> None:
     """Keep the tensor in a local variable of the traced function, and make it an ``nn.Parameter`` to its readers.
 
     A tensor that a transform of torch.func made is dead when that ends, so it is not kept. ``class_type`` of a plain

@@ -28,7 +28,7 @@ from ..core.param import READS, ShardedParam, Slot
 from ..core.unit import STATE, Unit, original_class, unit_of
 from ..eager.reduction import Traffic
 from ..eager.running import running
-from ..graph.watch import Watch
+from ..graph.watch import UnitWatch
 from .arguments import fqns_in
 from .compiled import stand_before_wrappers
 from .fsdp2_view import FSDP2View
@@ -178,7 +178,7 @@ class _Copies:
             settings=settings,
             accumulation=accumulation,
         )
-        copied.watch = Watch(copied)
+        copied.watch = UnitWatch(copied)
         around, own = running(unit).iteration, running(copied).own_iteration
         own.is_last_backward = around.is_last_backward
         own.manual_finalization = around.manual_finalization

@@ -91,7 +91,7 @@ def cast_to(dtype: torch.dtype | None, tensor: Tensor) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def whole_of(
+def as_whole(
     names: Sequence[str],
     tensor: Tensor,
     dtype: torch.dtype | None = None,
@@ -123,7 +123,7 @@ def whole_of(
 
 def gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
     """Yield a copy of each tensor as a whole, on its mesh's device; all ranks read this together, and each gets it."""
-    windows = windows_of([whole_of([name], tensor) for name, tensor in named], _WINDOW_BYTES, in_pieces=False)
+    windows = windows_of([as_whole([name], tensor) for name, tensor in named], _WINDOW_BYTES, in_pieces=False)
     for slab, made in landed(list(windows), 2 * _WINDOW_BYTES):
         assert made is not None
         full = made.to(slab.whole.device)
@@ -132,7 +132,7 @@ def gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def send(tensor: Tensor, src: int, group: dist.ProcessGroup | None) -> None:
+def send_values(tensor: Tensor, src: int, group: dist.ProcessGroup | None) -> None:
     """Give a tensor on all ranks of a group the values that it has on the group's rank ``src``."""
     local = inside(local_of(tensor))
     accelerator = torch.accelerator.current_accelerator()
@@ -204,7 +204,7 @@ def landed(
 
     While a window is used, the next one is on its way, if both are at most ``most`` bytes.
     """
-    flights: list[Flight] = []
+    flights: list[WindowInFlight] = []
     made: Tensor | None = None
     sizes = [sum(slab.num_bytes for slab in window) for window in windows]
     try:
@@ -212,7 +212,7 @@ def landed(
             end = number + 2 if sum(sizes[number : number + 2]) <= most else number + 1
             for launched in windows[number + len(flights) : end]:
                 ask()
-                flights.append(Flight(launched))
+                flights.append(WindowInFlight(launched))
             flights[0].wait()
             for slab in window:
                 if slab.whole.is_here or slab.whole.make is not None:
@@ -227,7 +227,7 @@ def landed(
             flight.wait()
 
 
-class Flight:
+class WindowInFlight:
     """A window on its way."""
 
     def __init__(self, window: Sequence[Slab]) -> None:

@@ -31,7 +31,7 @@ from ..core.unit import STATE, Ends, Unit, original_class, unit_of, units_in
 from ..eager.backward import clean_up_at_end, note_reduction, reduce_now
 from ..eager.running import running
 from ..graph.install import install_passes
-from ..graph.watch import Watch
+from ..graph.watch import UnitWatch
 from ..lookout.lookout import lookout
 from .arguments import fqns_in, ignored_in, modules_in, require_kinds
 from .classes import parts_of, refresh
@@ -148,7 +148,7 @@ def make_unit(
         pins=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
         settings=Settings(reshard_after_forward=reshard),
     )
-    unit.watch = Watch(unit)
+    unit.watch = UnitWatch(unit)
     for param in unit.params:
         if has_extension(param.fqn, param.shard):  # type: ignore[arg-type]
             protocol_of(param, param.shard, mp_policy)

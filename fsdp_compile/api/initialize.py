@@ -22,7 +22,7 @@ from .._torch_compat import dynamo, process_groups
 from ..core.mesh import device_of_type, device_type_here
 from ..core.param import READS, ShardedParam
 from ..core.unit import original_class, units_in
-from .exchange import send
+from .exchange import send_values
 from .fitting import loaded_from_first, mark_unwritten, require_alike, require_module, require_written
 from .own_values import Own, initialize_all, own_places
 
@@ -200,9 +200,9 @@ def sync_module_states(model: ModelT, src: int = 0, group: dist.ProcessGroup | N
     for _, tensor in named:
         param = sharded.get(tensor)
         if not isinstance(tensor, DTensor):
-            send(tensor, dist.get_group_rank(group, src), group)
+            send_values(tensor, dist.get_group_rank(group, src), group)
         elif param is not None and param.mesh.replicate_group:
-            send(tensor, 0, process_groups.process_group(param.mesh.replicate_group))
+            send_values(tensor, 0, process_groups.process_group(param.mesh.replicate_group))
     return model
 
 

@@ -28,7 +28,7 @@ from ..core.unit import units_in
 from ..passes.budget.budget import bytes_of
 from ..passes.ir.module_paths import plain_name
 from . import adapters
-from .exchange import Slab, Whole, landed, send, this_rank, whole_of, windows_of
+from .exchange import Slab, Whole, as_whole, landed, send_values, this_rank, windows_of
 from .fitting import from_all_ranks, raised_on_all, require_module
 from .full_params import require_shards
 
@@ -93,7 +93,7 @@ def stream_full_params(
         if merge_adapters:
             tensors, makes = adapters.merged_names(model, tensors), adapters.merges(model)
         wholes = [
-            whole_of(some, tensor, dtype, dst, make=makes.get(id(tensor))) for some, tensor in _named(tensors, names)
+            as_whole(some, tensor, dtype, dst, make=makes.get(id(tensor))) for some, tensor in _named(tensors, names)
         ]
     stream = stream_wholes(wholes, ranks, most, pieces)
     return _by_name(stream, None if device is None else torch.device(device))
@@ -307,7 +307,7 @@ def _from_one(tensors: Iterable[tuple[str, Tensor]], src: int, ranks: Ranks) -> 
             held = [(name, torch.empty(shape, dtype=dtype, device=ranks.device)) for name, shape, dtype in described]
         for name, value in held:
             value = value.to(ranks.device)
-            send(value, ranks.members.index(src), ranks.group)
+            send_values(value, ranks.members.index(src), ranks.group)
             yield name, value
         if error is not None:
             raise error

@@ -28,9 +28,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .._torch_compat import inductor
-from ..tools.measure import device_of
+from ..tools.measure import own_device
 from ..workers import Workers
-from .training import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings
+from .training import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, DemoSettings
 
 TOLERANCE = 5e-4  # largest difference of a step's mean loss from the unsharded model's; about 2e-5 is rounding
 WORK = "fsdp_compile.demo.training:work"
@@ -41,10 +41,10 @@ _NONE = "-"
 Stage = tuple[str, int, int]  # its name, the step that begins, the number of its steps (0: it has none)
 
 
-def run_demo(settings: Settings, console: Console) -> int:
+def run_demo(settings: DemoSettings, console: Console) -> int:
     """Train, print, and return whether the numbers agree: 0 if they do, 1 if not."""
     start = time.monotonic()
-    where = "GPUs, over NCCL" if device_of(settings.ranks, 0).type == "cuda" else "the CPU, over gloo"
+    where = "GPUs, over NCCL" if own_device(settings.ranks, 0).type == "cuda" else "the CPU, over gloo"
     console.print(f"{settings.ranks} processes on {where}.", _how_long(settings.backend), highlight=False)
     with tempfile.TemporaryDirectory(prefix="fsdp-compile-demo-") as scratch:
         results = _train(settings, Path(scratch), console)
@@ -65,11 +65,11 @@ def run_demo(settings: Settings, console: Console) -> int:
     return 0 if agree else 1
 
 
-def missing_tools(settings: Settings) -> str | None:
+def missing_tools(settings: DemoSettings) -> str | None:
     """Say what this machine lacks for the demo, what to install and what runs without it; None if it lacks nothing."""
     if settings.backend != "inductor":
         return None
-    missing = inductor.missing_compiler(device_of(settings.ranks, 0).type)
+    missing = inductor.missing_compiler(own_device(settings.ranks, 0).type)
     if missing is None:
         return None
     return (
@@ -88,7 +88,7 @@ def _how_long(backend: str) -> str:
     return "Without kernels to compile, this takes less than a minute."
 
 
-def _train(settings: Settings, scratch: Path, console: Console) -> list[dict[str, Any]]:
+def _train(settings: DemoSettings, scratch: Path, console: Console) -> list[dict[str, Any]]:
     """Run the workers in an empty compile cache, as on a machine that never compiled this; return results by rank."""
     job = {"settings": dataclasses.asdict(settings), "rendezvous": str(scratch / "rendezvous")}
     env = {
@@ -199,7 +199,7 @@ def _some_steps(num_steps: int, num_shown: int = 6) -> list[int]:
     return sorted({round(last * index / (num_shown - 1)) for index in range(num_shown)})
 
 
-def graphs_table(results: list[dict[str, Any]], settings: Settings) -> Table:
+def graphs_table(results: list[dict[str, Any]], settings: DemoSettings) -> Table:
     """Show into how many collectives our variant's markers were bucketed; with aot_eager each one runs as it is."""
     captured = results[0]["captured"]
     table = Table(title=f"torch.compile(model, fullgraph=True, backend={settings.backend!r})")
@@ -266,7 +266,7 @@ def _mib(num_bytes: float | None) -> str:
     return _NONE if num_bytes is None else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _save(settings: Settings, results: list[dict[str, Any]], difference: float) -> None:
+def _save(settings: DemoSettings, results: list[dict[str, Any]], difference: float) -> None:
     assert settings.save is not None
     report = {
         "settings": dataclasses.asdict(settings),

@@ -31,7 +31,7 @@ from ..api.fully_shard import fully_shard
 from ..graph.install import manager
 from ..passes import GraphRecord
 from ..tools.inspect import Report
-from ..tools.measure import device_of, join_group
+from ..tools.measure import join_group, own_device
 from ..tools.memory import PeakMeter
 from ..tools.trial import observing
 from ..workers import Send
@@ -47,7 +47,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """The settings from the command line, and sizes that it cannot change."""
 
     ranks: int = 2
@@ -95,7 +95,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A causal language model whose head is its token embedding; calling it gives the loss."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DemoSettings) -> None:
         super().__init__()
         self.tokens = nn.Embedding(settings.vocab, settings.dim)
         self.positions = nn.Embedding(settings.seq, settings.dim)
@@ -114,20 +114,20 @@ class Transformer(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def build_model(settings: Settings) -> Transformer:
+def build_model(settings: DemoSettings) -> Transformer:
     """Make the model, with the same weights on every rank and in every variant."""
     torch.manual_seed(SEED)
     return Transformer(settings)
 
 
-def batch_of(settings: Settings, rank: int) -> Tensor:
+def batch_of(settings: DemoSettings, rank: int) -> Tensor:
     """Return random tokens, other ones on each rank (a missing reduction shows), the same each step (losses fall)."""
     generator = torch.Generator().manual_seed(SEED + 1 + rank)
     return torch.randint(settings.vocab, (settings.batch, settings.seq), generator=generator)
 
 
 @dataclass
-class Run:
+class DemoRun:
     """One way to train, and its measurements."""
 
     name: str
@@ -215,7 +215,7 @@ _AFTER_PASSES = {
 }
 
 
-def train_ours(run: Run, num_steps: int, say: Callable[[str], None]) -> tuple[Report, dict[str, Any]]:
+def train_ours(run: DemoRun, num_steps: int, say: Callable[[str], None]) -> tuple[Report, dict[str, Any]]:
     """Run the first steps of our variant, in which it compiles; return what the passes did, and counts of it."""
     num_graphs, num_breaks = dynamo.num_dynamo_graphs(), dynamo.num_graph_breaks()
     report = Report(Transformer.__name__)
@@ -241,7 +241,7 @@ def _counts(record: GraphRecord) -> dict[str, Any]:
     }
 
 
-def draw(report: Report, settings: Settings) -> str:
+def draw(report: Report, settings: DemoSettings) -> str:
     """Write the page of ``inspect`` for the step as it was planned; return its path."""
     kept = settings.save or (tempfile.mkdtemp(prefix="fsdp-compile-step-") if settings.page is None else "")
     return str(report.html(Path(settings.page or Path(kept) / "step.html")))
@@ -249,14 +249,14 @@ def draw(report: Report, settings: Settings) -> str:
 
 def work(job: dict[str, Any], rank: int, send: Send) -> None:
     """One rank: build and warm up each variant, train all of them in turn, weigh them, send the results."""
-    settings = Settings(**job["settings"])
+    settings = DemoSettings(**job["settings"])
     torch.set_num_threads(1)
-    device = device_of(settings.ranks, rank)
+    device = own_device(settings.ranks, rank)
     join_group(device, settings.ranks, rank, f"file://{job['rendezvous']}", timeout_s=300)
     mesh = init_device_mesh(device.type, (settings.ranks,))
     batches = [batch_of(settings, peer).to(device) for peer in range(settings.ranks)]
     num_warmup = min(WARMUP_STEPS, settings.steps)
-    runs: list[Run] = []
+    runs: list[DemoRun] = []
 
     def say(name: str, done: int = 0, total: int = 0) -> None:
         if rank == 0:
@@ -275,7 +275,7 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
         elif name == OURS:
             compiled = torch.compile(shard_with_ours(model, mesh), fullgraph=True, backend=settings.backend)
         own = batches if name == UNSHARDED else [batches[rank]]
-        run = Run(name, compiled, list(model.parameters()), own, settings.learning_rate)
+        run = DemoRun(name, compiled, list(model.parameters()), own, settings.learning_rate)
         runs.append(run)
         if name == OURS:
             report, captured = train_ours(run, num_warmup, say)

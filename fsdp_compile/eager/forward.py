@@ -33,7 +33,7 @@ from ..passes.ir.markers import require_data
 from ..passes.ranks.agree import Agreement
 from .backward import clean_up_at_end, enter_backward
 from .gathered import Gathered
-from .reads import end_at_inputs, gather, prefetch, read
+from .reads import end_at_inputs, gather, prefetch, read_gathered
 from .running import Call, Running, recover, running
 from .trace import span
 
@@ -172,7 +172,7 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
 def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:
     before_backward = functools.partial(_before_backward, call)
     for tensor in outputs:
-        if autograd.is_view(tensor) and not call.run.warned_of_view:
+        if autograd.is_modules_view(tensor) and not call.run.warned_of_view:
             call.run.warned_of_view = True
             warnings.warn(
                 f"{call.unit.name} returned a view tensor. An in-place operation on it takes away the hook that "
@@ -204,7 +204,7 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
         for observe in read_observers:
             observe(module, name)
     if call is not None and param is sharded.shard:  # and not a tensor that functional_call put there
-        gathered = read(call, sharded.fqn)
+        gathered = read_gathered(call, sharded.fqn)
         return param if gathered is None else gathered
     if owner.runs_forward or reader.runs_forward:
         # A compiled forward runs around this read, or only another unit's, or nobody gathered: gather this one alone.

@@ -52,7 +52,7 @@ def prefetch(target: Running, visit: Visit | None = None) -> None:
     gathered.launch(None if visit is None else visit.buckets)
 
 
-def read(call: Call, fqn: str) -> Any:
+def read_gathered(call: Call, fqn: str) -> Any:
     """Return the gathered parameter; None if the user put something else in its place."""
     call.was_read = True
     index = call.gathered.index.get(fqn)

@@ -21,7 +21,7 @@ from ..passes.cost.profiles import PROFILES
 from ..tools.tables import console_for_output
 from .forecast import OPTIMIZERS, Configuration, Forecast, Hardware
 from .joint import FULL, NONE, PRECISIONS, SELECTIVE, Mistake
-from .show import as_data, count, show_one, show_sweep, size, why_none
+from .show import as_data, short_number, show_one, show_sweep, size, why_none
 from .sweep import Sweep, Told, TooLarge, Weights, around, best_of, weights_of
 from .target import Made, find_target
 
@@ -110,7 +110,8 @@ def _show(
         print(json.dumps(data, indent=1))
         return
     console = console_for_output()
-    what = f"{arguments.target}, {count(num_params)} parameters, on {hardware.num_ranks:,} {hardware.profile.name}"
+    params = f"{short_number(num_params)} parameters"
+    what = f"{arguments.target}, {params}, on {hardware.num_ranks:,} {hardware.profile.name}"
     if arguments.sweep:
         show_sweep(found, best, f"{what}, {hardware.precision}, {hardware.optimizer}", console)
         return

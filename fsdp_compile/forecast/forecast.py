@@ -22,7 +22,7 @@ from ..passes.cost.steps import Blocks, Bytes, Half, Unsettled, lengthened, peak
 from ..passes.ir.plan import Choice, Plan
 from ..passes.ir.provenance import find_reduces
 from .joint import PRECISIONS, device_mesh, joint_graph
-from .layers import Run, find_run, with_fewer
+from .layers import LayerRun, find_run, with_fewer
 from .steps import KINDS, half_of, kinds_by_name
 from .target import Made
 
@@ -143,7 +143,7 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Whole:
+class BothHalves:
     """Both halves of a step."""
 
     forward: Half
@@ -160,7 +160,7 @@ class Planner:
         self, made: Made, configuration: Configuration, hardware: Hardware, told: Callable[[str], None] = lambda _: None
     ) -> None:
         self.made, self.configuration, self.hardware, self._told = made, configuration, hardware, told
-        self.run: Run | None = find_run(made.model)
+        self.run: LayerRun | None = find_run(made.model)
         self._joints: dict[int, tuple[fx.Graph, Plan]] = {}
         self._choice: Choice | None = None
 
@@ -186,7 +186,7 @@ class Planner:
             )
         return self._joints[times]
 
-    def all_alike(self) -> tuple[Whole, Periods]:
+    def all_alike(self) -> tuple[BothHalves, Periods]:
         """Return a step with all periods, and what was traced: few of them, or as many as tell what the others do."""
         few = _FEW + len(self.configuration.mesh) - 1 if self.configuration.budget is None else FEW
         while self.run is not None and few < self.run.times:
@@ -198,7 +198,7 @@ class Planner:
         joint, plan = self.joint(self.num_periods)
         return self._planned(plan, Periods(joint))
 
-    def _planned(self, plan: Plan, periods: Periods) -> tuple[Whole, Periods]:
+    def _planned(self, plan: Plan, periods: Periods) -> tuple[BothHalves, Periods]:
         """Plan the step, within a budget by the search of a compilation; Unsettled where the periods do not tell it."""
         self._told(f"planning {self.num_periods} repeated parts")
         profile, budget, may = self.hardware.profile, self.configuration.budget, self.configuration.may
@@ -213,7 +213,7 @@ class Planner:
                 plan, keep=(*keep,), recompute=(*recompute,), slices=(*slices,), offload=(*offload,)
             )
         self._choice = plan.choice
-        return whole_of(plan, profile, periods, blocks), periods
+        return both_halves(plan, profile, periods, blocks), periods
 
     def forecast(self) -> Forecast:
         """Forecast by what is chosen within the budget; without one, by the settings of the units."""
@@ -250,7 +250,7 @@ class Planner:
         return int(_of_all(_trainable_bytes(periods.graph), periods))
 
 
-def whole_of(plan: Plan, profile: HardwareProfile, periods: Periods, blocks: Blocks) -> Whole:
+def both_halves(plan: Plan, profile: HardwareProfile, periods: Periods, blocks: Blocks) -> BothHalves:
     """Return the step with what this plan keeps, recomputes and offloads, and so many more periods in ``blocks``."""
     names = plan.recompute, plan.slices, plan.lookahead, plan.offload
     trial = trial_of(periods.graph, plan.keep, profile, None, False, *names)
@@ -260,7 +260,7 @@ def whole_of(plan: Plan, profile: HardwareProfile, periods: Periods, blocks: Blo
     # What the caller holds in backward, it held in forward as well, or forward returned it.
     then = dataclasses.replace(then, held=plus(first.held, returned))
     more_held = tuple(sum(blocks.values()) * periods.held_bytes if kind == "shards" else 0 for kind in KINDS)
-    return Whole(*lengthened((first, then), (settled(first, blocks), settled(then, blocks)), more_held))
+    return BothHalves(*lengthened((first, then), (settled(first, blocks), settled(then, blocks)), more_held))
 
 
 def _of_all(figures: Mapping[fx.Node, float], periods: Periods) -> float:

@@ -23,7 +23,7 @@ from ..graph.install import manager
 from ..passes import GraphRecord, HardwareProfile, Plan
 from ..passes.ir.provenance import settle_names
 from ..tools.trial import observing
-from .layers import Run
+from .layers import LayerRun
 
 # The dtypes in which parameters are stored (None: as the model has them) and computed with, and gradients are reduced.
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]] = {
@@ -44,7 +44,7 @@ class Mistake(ValueError):
 
 
 @dataclass(frozen=True)
-class Call:
+class StepArguments:
     """The arguments with which a model is called: the batch of a step."""
 
     args: tuple[Any, ...]
@@ -53,11 +53,11 @@ class Call:
 
 def joint_graph(
     model: nn.Module,
-    call: Call,
+    call: StepArguments,
     mesh: DeviceMesh,
     precision: str,
     checkpointing: str,
-    run: Run | None,
+    run: LayerRun | None,
     chosen_for: HardwareProfile | None,
 ) -> tuple[fx.Graph, Plan]:
     """Shard and checkpoint this model; return its joint graph, for ``trial_of``, and its plan without a budget.
@@ -103,7 +103,7 @@ def device_mesh(mesh: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, run: Run | None) -> None:
+def _shard(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, run: LayerRun | None) -> None:
     """Make each layer a unit: the classes in the model's ``_no_split_modules``, or else the layers that repeat."""
     policy: Any = None
     said = any(getattr(one, "_no_split_modules", None) for one in model.modules())
@@ -121,7 +121,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, 
     auto_shard(model, policy, mesh=mesh, mp_policy=precision)
 
 
-def _checkpoint(model: nn.Module, how: str, run: Run | None) -> None:
+def _checkpoint(model: nn.Module, how: str, run: LayerRun | None) -> None:
     if how == NONE:
         return
     if run is None:

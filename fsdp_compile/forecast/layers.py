@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """Consecutive layers that repeat with a period."""
 
     path: str  # of the list that they are in
@@ -34,7 +34,7 @@ class Run:
         return range(begin, begin + self.period)
 
 
-def find_run(model: nn.Module) -> Run | None:
+def find_run(model: nn.Module) -> LayerRun | None:
     """Return the run with most parameters; None where nothing repeats."""
     best, most = None, 0
     for path, module in model.named_modules():
@@ -50,7 +50,7 @@ def find_run(model: nn.Module) -> Run | None:
     return best
 
 
-def with_fewer(model: nn.Module, run: Run, times: int) -> nn.Module:
+def with_fewer(model: nn.Module, run: LayerRun, times: int) -> nn.Module:
     """Return a copy of the model whose run has ``times`` periods; periods in the middle are left out."""
     holder = model.get_submodule(run.path)
     children = dict(holder.named_children())
@@ -99,7 +99,7 @@ def _tensors(layer: nn.Module) -> list[Any]:
     return [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in named]
 
 
-def _longest(path: str, signatures: list[Any]) -> Run | None:
+def _longest(path: str, signatures: list[Any]) -> LayerRun | None:
     """Return the longest run of at least two periods; of runs of that length, the one with the shortest period."""
     best = None
     for period in range(1, min(_LONGEST_PERIOD, len(signatures) // 2) + 1):
@@ -110,7 +110,7 @@ def _longest(path: str, signatures: list[Any]) -> Run | None:
                 end += 1
             times = (end - first) // period
             if times > 1 and (best is None or times * period > best.times * best.period):
-                best = Run(path, first, period, times)
+                best = LayerRun(path, first, period, times)
             first = max(first + 1, end - period + 1)
     return best
 

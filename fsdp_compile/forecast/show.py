@@ -186,7 +186,7 @@ def as_data(one: Forecast | TooLarge) -> dict[str, Any]:
     }
 
 
-def count(number: int) -> str:
+def short_number(number: int) -> str:
     """Format a number of parameters: 919K, 8.03B."""
     for letter, scale in _COUNTS.items():
         shown = f"{number / scale:.3g}"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .joint import Call, Mistake
+from .joint import Mistake, StepArguments
 
 _SIZES = ("batch_size", "sequence")
 _MOST_NAMES = 5
@@ -29,7 +29,7 @@ class Made:
     """A model on the meta device, and its batch."""
 
     model: nn.Module
-    call: Call
+    call: StepArguments
     size: tuple[int, int]  # of one rank's batch: sequences and their length, or samples and 1
     has_own_batch: bool = False  # its size is fixed, whatever size was asked for
 
@@ -68,7 +68,7 @@ def _of_config(path: Path) -> Target:
     def make(batch: int, sequence: int) -> Made:
         model = _model_of(config, path, sequence)
         tokens = torch.zeros(batch, sequence, dtype=torch.long)
-        return Made(model, Call((), {"input_ids": tokens, "labels": tokens}), (batch, sequence))
+        return Made(model, StepArguments((), {"input_ids": tokens, "labels": tokens}), (batch, sequence))
 
     return Target(str(path), make)
 
@@ -207,11 +207,11 @@ def _of_function(said: str, function: Callable[..., Any]) -> Target:
     return Target(said, make)
 
 
-def _call_of(batch: Any) -> Call:
+def _call_of(batch: Any) -> StepArguments:
     batch = _on_cpu(batch)
     if isinstance(batch, Mapping):
-        return Call((), dict(batch))
-    return Call(tuple(batch), {}) if isinstance(batch, (tuple, list)) else Call((batch,), {})
+        return StepArguments((), dict(batch))
+    return StepArguments(tuple(batch), {}) if isinstance(batch, (tuple, list)) else StepArguments((batch,), {})
 
 
 def _on_cpu(value: Any) -> Any:
@@ -222,7 +222,7 @@ def _on_cpu(value: Any) -> Any:
     return type(value)(map(_on_cpu, value)) if type(value) in (tuple, list) else value
 
 
-def _size(call: Call) -> tuple[int, int]:
+def _size(call: StepArguments) -> tuple[int, int]:
     """Return the size by the first tensor: whole numbers in two dimensions are tokens."""
     tensors = [one for one in (*call.args, *call.kwargs.values()) if isinstance(one, torch.Tensor) and one.dim()]
     if not tensors:

@@ -40,18 +40,18 @@ from ..core.left import hand_over
 from ..core.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from ..core.unit import Unit, unit_of
 from .helpers import known_to_helpers
-from .policies import choose, wrap_children
+from .policies import modules_to_wrap, wrap_children
 from .prepare import (
     ask_for_gradients_in,
-    cast_buffers,
-    materialize,
+    cast_region_buffers,
+    fill_meta,
     require_ties_inside,
     restore_buffers,
     send_from_first,
     unsharded_params,
 )
 from .ranks import KEEPS_GATHERED, device_for, mesh_for
-from .region import WRAPPED, Wrapper, ignored_in, wrappers_in
+from .region import WRAPPED, Wrapper, all_ignored, wrappers_in
 from .state_dicts import default_settings, has_clean_state_dicts
 
 # True while a constructor makes the wrappers of its policy: only that constructor then warns and looks for optimizers.
@@ -84,7 +84,7 @@ class Constructed(Wrapper):
     ) -> None:
         super().__init__()
         _require_kinds(module, sharding_strategy, cpu_offload, mixed_precision, device_mesh)
-        self._ignored = ignored_in(module, ignored_modules, ignored_states)
+        self._ignored = all_ignored(module, ignored_modules, ignored_states)
         devices = {param.device for _, _, _, param in unsharded_params(module, self._ignored) if not param.is_meta}
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.compute_device = device_for(device_id, devices, device_mesh)
@@ -121,7 +121,7 @@ class Constructed(Wrapper):
                 },
             )
 
-        materialize(module, self._ignored, self.compute_device, param_init_fn)
+        fill_meta(module, self._ignored, self.compute_device, param_init_fn)
         if sync_module_states:
             send_from_first(module, self._ignored, self._device_mesh)
         precision = self.mixed_precision
@@ -130,7 +130,7 @@ class Constructed(Wrapper):
             ask_for_gradients_in(module, self._ignored, reduce_dtype)
         self._saved_buffer_dtypes: dict[str, torch.dtype] = {}
         if precision.buffer_dtype is not None:
-            self._saved_buffer_dtypes = cast_buffers(module, self._ignored, precision.buffer_dtype)
+            self._saved_buffer_dtypes = cast_region_buffers(module, self._ignored, precision.buffer_dtype)
         self._shard(module, reduce_dtype)
         self._fsdp_wrapped_module = module
         self._gives_inputs_dtype: bool = False
@@ -186,7 +186,7 @@ class Constructed(Wrapper):
 
     def _wrap_children(self, module: nn.Module, policy: Any, kwargs: dict[str, Any]) -> None:
         """Wrap what the policy chooses below ``module``."""
-        chosen, exact = choose(module, policy, self._ignored, kwargs)
+        chosen, exact = modules_to_wrap(module, policy, self._ignored, kwargs)
         require_ties_inside(module, chosen)
 
         def wrap(child: nn.Module, its: dict[str, Any]) -> Constructed:
@@ -262,7 +262,7 @@ class Constructed(Wrapper):
         if is_full:
             restore_buffers(self._fsdp_wrapped_module, self._ignored, self._saved_buffer_dtypes)
         elif self.mixed_precision.buffer_dtype is not None:
-            cast_buffers(self._fsdp_wrapped_module, self._ignored, self.mixed_precision.buffer_dtype)
+            cast_region_buffers(self._fsdp_wrapped_module, self._ignored, self.mixed_precision.buffer_dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module with its inputs cast to the dtype that it computes in."""

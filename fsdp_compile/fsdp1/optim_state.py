@@ -21,7 +21,7 @@ from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import fsdp1
-from ..api.exchange import send
+from ..api.exchange import send_values
 from ..api.fitting import from_all_ranks
 from ..core.containers import map_tensors, tensors_in
 from ..core.param import ShardedParam
@@ -50,7 +50,7 @@ def optim_state(
     """
     given = optim.state_dict() if given is None else given
     config: Any = settings.optim_state_dict_config
-    names = _Names(model, optim)
+    names = _OptimNames(model, optim)
     states = {names.of(key): state for key, state in given["state"].items()}
     _require_alike(names, states, group)
     gets_it = not rank0_only(config) or dist.get_rank(group) == 0
@@ -101,7 +101,7 @@ def optim_state_to_load(
         given = _from_first(given, group)
     elif "state" not in given:
         raise ValueError(_NO_STATE)
-    names = _Names(model, optim)
+    names = _OptimNames(model, optim)
     _require_own(names.foreign)
     keys = {name: names.current[name] for name in names.numbers} if by_name else names.numbers
     states: dict[Any, Any] = {}
@@ -118,12 +118,12 @@ def optim_state_to_load(
 
 def numbers_of(model: nn.Module, optim: Any) -> dict[str, int]:
     """Return the numbers of the optimizer's parameters in its state dict, by their names in the model."""
-    names = _Names(model, optim)
+    names = _OptimNames(model, optim)
     _require_own(names.foreign)
     return names.numbers
 
 
-class _Names:
+class _OptimNames:
     """The model's parameters by name, and an optimizer's keys for them.
 
     Names are those of the plain model, without wrappers. A tied parameter has the first of its names.
@@ -161,7 +161,7 @@ def _require_own(foreign: list[tuple[int, ...]]) -> None:
         )
 
 
-def _require_alike(names: _Names, states: OptimState, group: dist.ProcessGroup | None) -> None:
+def _require_alike(names: _OptimNames, states: OptimState, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank where ranks that hold the same parameter have different states for it.
 
     They compare digests first: the names of 2,000 parameters from 1,000 ranks are 100 MB.
@@ -211,7 +211,7 @@ def _loaded(param: ShardedParam | None, value: Any) -> Any:
     return value if param is None or not isinstance(value, Tensor) else loaded_as(param.param, value, value.dtype)
 
 
-def _groups_to_load(names: _Names, optim: Any, given: list[Any], keys: dict[str, Any]) -> list[Any]:
+def _groups_to_load(names: _OptimNames, optim: Any, given: list[Any], keys: dict[str, Any]) -> list[Any]:
     """Return the given groups' settings, in the order in which the optimizer has groups and parameters.
 
     A parameter that is not sharded and is in no given group is left out, as under FSDP1: code that manages it by other
@@ -261,5 +261,5 @@ def _from_first(given: OptimState, group: dist.ProcessGroup | None) -> OptimStat
         raise ValueError(f"{_NO_STATE} Rank 0 has none.")
     received: OptimState = known if first else map_tensors(plan[0], lambda one: torch.empty_like(one, device="cpu"))
     for tensor in tensors_in(received):
-        send(tensor, 0, group)
+        send_values(tensor, 0, group)
     return received

@@ -20,7 +20,9 @@ from ..core.unit import unit_of
 from .region import Ignored, Wrapper
 
 
-def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any]) -> tuple[Chosen, set[nn.Module]]:
+def modules_to_wrap(
+    root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any]
+) -> tuple[Chosen, set[nn.Module]]:
     """Return the modules to wrap with their arguments, and those among them that compute in their own dtype."""
     for path, module in root.named_modules():
         if isinstance(module, Wrapper) or unit_of(module) is not None:

@@ -10,22 +10,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_compat import autograd
-from ..api.exchange import send
+from ..api.exchange import send_values
 from ..core.param import READS
-from .region import Ignored, region_of, tensors_of
+from .region import Ignored, region_of, region_tensors
 
 
 def unsharded_params(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module, str, Any]]:
     """Yield the parameters of a region that are neither ignored nor sharded: (path, module, name, parameter)."""
-    for path, one, name, param in tensors_of(module, ignored.modules, buffers=False):
+    for path, one, name, param in region_tensors(module, ignored.modules, buffers=False):
         if param not in ignored.params and name not in one.__dict__.get(READS, {}):
             yield path, one, name, param
 
 
-def materialize(module: nn.Module, ignored: Ignored, device: torch.device, init_fn: Any) -> None:
+def fill_meta(module: nn.Module, ignored: Ignored, device: torch.device, init_fn: Any) -> None:
     """Give meta tensors memory and values, by ``init_fn`` or by each module's ``reset_parameters``."""
     on_meta = [tensor for _, _, _, tensor in unsharded_params(module, ignored) if tensor.is_meta]
-    on_meta += [one for _, _, _, one in tensors_of(module, ignored.modules, params=False) if one.is_meta]
+    on_meta += [one for _, _, _, one in region_tensors(module, ignored.modules, params=False) if one.is_meta]
     if not on_meta:
         return
     if init_fn is not None and not callable(init_fn):
@@ -86,16 +86,16 @@ def _materialize_one(
 def send_from_first(module: nn.Module, ignored: Ignored, mesh: DeviceMesh) -> None:
     """Broadcast the parameters and buffers of rank 0 to all ranks of the mesh, in place."""
     tensors = [param for _, _, _, param in unsharded_params(module, ignored)]
-    tensors += [buffer for _, _, _, buffer in tensors_of(module, ignored.modules, params=False)]
+    tensors += [buffer for _, _, _, buffer in region_tensors(module, ignored.modules, params=False)]
     for tensor in dict.fromkeys(tensors):
         for dim in range(mesh.ndim):  # over replicas first, so that the first rank of each row has it
-            send(tensor, 0, mesh.get_group(dim))
+            send_values(tensor, 0, mesh.get_group(dim))
 
 
-def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def cast_region_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Cast the region's floating-point buffers; return their former dtypes by path, in which they are saved."""
     had = {}
-    for path, one, name, buffer in list(tensors_of(module, ignored.modules, params=False)):
+    for path, one, name, buffer in list(region_tensors(module, ignored.modules, params=False)):
         if buffer.is_floating_point() and buffer.dtype != dtype:
             had[path] = buffer.dtype
             one._buffers[name] = buffer.to(dtype)
@@ -104,7 +104,7 @@ def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dic
 
 def restore_buffers(module: nn.Module, ignored: Ignored, dtypes: dict[str, torch.dtype]) -> None:
     """Cast the region's buffers back to the dtypes that they had, given by path."""
-    for path, one, name, buffer in list(tensors_of(module, ignored.modules, params=False)):
+    for path, one, name, buffer in list(region_tensors(module, ignored.modules, params=False)):
         one._buffers[name] = buffer.to(dtypes.get(path, buffer.dtype))
 
 

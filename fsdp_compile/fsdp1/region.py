@@ -64,7 +64,7 @@ def wrappers_in(module: nn.Module) -> list[Any]:
     return [one for one in module.modules() if isinstance(one, Wrapper)]
 
 
-def tensors_of(
+def region_tensors(
     module: nn.Module, left_out: Collection[nn.Module], params: bool = True, buffers: bool = True
 ) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield the parameters and buffers of a region: (path in it, module, name, tensor)."""
@@ -75,7 +75,7 @@ def tensors_of(
                 yield (f"{path}.{name}" if path else name), one, name, tensor
 
 
-def ignored_in(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
+def all_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
     """Return what the two arguments name, with what the wrappers in ``module`` ignore."""
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(

@@ -15,10 +15,10 @@ from ..core.accumulation import Mode
 from ..core.param import BY_MARKER as BY_MARKER  # for the generated code
 from ..core.param import READS, Mark, beside
 from .sink import Sink
-from .watch import Watch
+from .watch import UnitWatch
 
 
-def traced_read(param: Any, sink: Sink, watch: Watch, fqn: str, mesh: DeviceMesh | None, traced: bool) -> Any:
+def traced_read(param: Any, sink: Sink, watch: UnitWatch, fqn: str, mesh: DeviceMesh | None, traced: bool) -> Any:
     """Return the parameter as a value: an unshard marker on the local shard, or what its all-gather extension computes.
 
     ``param`` is the registered DTensor; or, if that is the shard that the unit watches, what the graph takes of it, its
@@ -35,7 +35,7 @@ def traced_read(param: Any, sink: Sink, watch: Watch, fqn: str, mesh: DeviceMesh
     return full
 
 
-def as_computed_with(param: Any, sink: Sink, watch: Watch, fqn: str) -> Any:
+def as_computed_with(param: Any, sink: Sink, watch: UnitWatch, fqn: str) -> Any:
     """Return what is registered in the shard's place and is no shard: None, or a full tensor.
 
     The user or ``torch.func.functional_call`` put it there, or ``full_params``, whose tensor is cast to the dtype that
@@ -71,7 +71,7 @@ def _shard_and_backward(param: Any, sink: Sink, mode: Mode) -> tuple[Any, Any, A
     return registered.to_local(), None, ticket, "reduce"
 
 
-def taken_apart(inside: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+def named_parts(inside: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
     """Return what a graph takes of a shard with an extension: the names of the tensors inside it, and these."""
     return (names, *[inside[name] for name in names])
 

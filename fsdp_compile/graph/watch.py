@@ -1,9 +1,9 @@
 """One guard for all parameters of a unit: whether what a graph assumed about them still holds.
 
-    traced read      unit's Watch --takes(fqn)--> what the graph takes of a parameter
-                                  --spec(fqn)---> what its marker says: a constant of the graph, which needs no guard
-                                  --mode(fqn)---> what becomes of its gradient
-    each call        Watch.seen() == what it was when the graph was traced, else Dynamo looks for another graph
+    traced read      a unit's UnitWatch --takes(fqn)--> what the graph takes of a parameter
+                                        --spec(fqn)---> what its marker says: a constant, which needs no guard
+                                        --mode(fqn)---> what becomes of its gradient
+    each call        UnitWatch.seen() == what it was when the graph was traced, else Dynamo looks for another graph
 
 A DTensor that Dynamo sees costs 5 microseconds a call in guards, most of it for comparing its spec in Python. With a
 watch Dynamo sees none: the graph takes the shard's edge, its local tensor as autograd sees it, from beside the shard.
@@ -46,7 +46,7 @@ class Specs:
         return self  # Dynamo keeps a copy of what a guard has seen
 
 
-class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
+class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
     """What a unit's compiled reads ask before they take anything of a shard; a guard compares ``seen`` at each call."""
 
     def __init__(self, unit: Unit) -> None:
@@ -153,7 +153,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
 
     def keep(self, fqn: str, local: str) -> None:
         """Make what a read gave an ``nn.Parameter``, and have later reads in the same graph give it again."""
-        traced_frames.keep(self._read(fqn), local)
+        traced_frames.keep_local(self._read(fqn), local)
 
     def gives_again(self, fqn: str, local: str) -> bool:
         """Whether the graph has read the parameter before; if so, set the variable ``local`` to what it was given."""
@@ -225,7 +225,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
     def end_in_front(self) -> None:
         dynamo.end_in_front()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitWatch:
         return self  # Dynamo of torch 2.11 keeps a copy
 
 
@@ -245,6 +245,6 @@ def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
 
 _ASKED = ("takes", "replaced", "mode", "names", "spec", "gather", "wrap", "takes_mesh", "carries")
 # A frame of the user's that Dynamo gave up on may call these in Python.
-dynamo.leave_all_to_python(Watch.keep, Watch.gives_again, Watch.gave)
+dynamo.leave_all_to_python(UnitWatch.keep, UnitWatch.gives_again, UnitWatch.gave)
 _WHERE = ("records", "keep", "gives_again", "begin_in_front", "end_in_front")  # these depend on where the read is
-dynamo.register_opaque(Watch, guard=Watch.seen, constant_methods=_ASKED + _WHERE)
+dynamo.register_opaque(UnitWatch, guard=UnitWatch.seen, constant_methods=_ASKED + _WHERE)

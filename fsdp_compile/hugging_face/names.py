@@ -155,7 +155,7 @@ def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     return dict(revert_weight_conversion(model, dict(tensors)))  # type: ignore[arg-type]
 
 
-def groups_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+def groups_of_entries(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
     """Group the tensors of the model that make the same entries of a folder, in order; nearly all groups have one."""
     group_of: dict[str, list[str]] = {}
     for name, tensor in tensors.items():

@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..api.adapters import adapters_of, plain_model
-from ..api.exchange import Slab, cast_to, this_rank, whole_of
+from ..api.exchange import Slab, as_whole, cast_to, this_rank
 from ..api.fitting import from_all_ranks, raised_on_all
 from ..api.full_params import require_shards
 from ..api.stream import Ranks, saved_tensors, stream_wholes
 from ..core.unit import original_class, units_in
 from ..passes.budget.budget import bytes_of
-from .names import as_built, as_saved, groups_of
+from .names import as_built, as_saved, groups_of_entries
 from .safetensors import Writer, name_of
 
 Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -82,7 +82,7 @@ def save_pretrained(
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
     names = [_SINGLE] if len(files) == 1 else names
     wholes = [
-        whole_of([name], tensors[name], dtype, number % _world())
+        as_whole([name], tensors[name], dtype, number % _world())
         for number, groups in enumerate(files)
         for group in groups
         for name in group.members
@@ -199,7 +199,7 @@ def _groups(model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype 
     """Return the groups to write, with the names, dtypes and shapes of their entries in the folder."""
     like = {name: torch.empty(one.shape, dtype=cast_to(dtype, one), device="meta") for name, one in tensors.items()}
     groups = []
-    for members in groups_of(model, like):
+    for members in groups_of_entries(model, like):
         made = as_saved(model, {name: like[name] for name in members})
         for name, one in made.items():
             name_of(one.dtype, name)

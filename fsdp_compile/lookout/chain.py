@@ -20,7 +20,7 @@ KEPT = 1 << 14  # at least so many of the last collectives are kept
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """One collective: what the backend sees of it, and which parameters it carries."""
 
     wire: str
@@ -46,14 +46,14 @@ NOTHING: Hash = (0, 0)
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupProgress:
     """Where a rank is in one process group."""
 
     ranks: tuple[int, ...]
     count: int
     hash: Hash  # of these
     issued: int  # collectives that were handed to the group; ``count`` has all of the graph that runs
-    links: tuple[Link, ...] = ()  # the last of them, if somebody asked
+    links: tuple[ChainLink, ...] = ()  # the last of them, if somebody asked
 
     @property
     def first(self) -> int:
@@ -67,7 +67,7 @@ class Chain:
     def __init__(self, ranks: tuple[int, ...] = (), sequence: Callable[[], int] = lambda: 0) -> None:
         self.ranks = ranks
         self.first = 0  # the number of the first collective that is kept
-        self.links: list[Link] = []
+        self.links: list[ChainLink] = []
         self._hashes = [NOTHING]  # the last one is that behind all links
         self._sequence = sequence  # how many collectives the group was given by now, by anyone
         self._graph: tuple[int, int] | None = None  # where the last graph began, and the sequence then
@@ -76,7 +76,7 @@ class Chain:
     def count(self) -> int:
         return self.first + len(self.links)
 
-    def append(self, links: Sequence[Link], sequence: int | None = None) -> None:
+    def append(self, links: Sequence[ChainLink], sequence: int | None = None) -> None:
         """Add what is issued: by now, or by a graph that began when the group had been given ``sequence``."""
         self._graph = None if sequence is None else (self.count, sequence)
         wire, named = self._hashes[-1]
@@ -100,16 +100,16 @@ class Chain:
         began, sequence = self._graph
         return min(began + max(0, self._sequence() - sequence), self.count)
 
-    def place(self, issued: int, num_links: int) -> Group:
+    def place(self, issued: int, num_links: int) -> GroupProgress:
         """Return where this rank is in the group, with so many of the last collectives."""
         links = tuple(self.links[max(0, len(self.links) - num_links) :])
-        return Group(self.ranks, self.count, self._hashes[-1], issued, links)
+        return GroupProgress(self.ranks, self.count, self._hashes[-1], issued, links)
 
 
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % _PRIME
 
 
-def agree(one: Link, other: Link) -> bool:
+def agree(one: ChainLink, other: ChainLink) -> bool:
     """Whether two ranks may have issued the same collective: names count only if both ranks are sure of theirs."""
     return one.wire == other.wire and (one.whose == other.whose or not (one.sure and other.sure))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from .chain import Group, Link, agree
+from .chain import ChainLink, GroupProgress, agree
 
 ADVICE = (
     "Every rank must run the same units in the same order: where data decides, write the branch with torch.cond, or "
@@ -29,14 +29,14 @@ _ON_DEATH = "Gloo ends a process to which another rank sends more than it expect
 class Said:
     """What one rank says of itself."""
 
-    groups: Mapping[str, Group] = field(default_factory=dict)
+    groups: Mapping[str, GroupProgress] = field(default_factory=dict)
     idle_s: float = 0.0  # for so long it has issued nothing
     state: str = ""  # one of the four above
     answers: int = -1  # the last question that it answers
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """Whether ranks have parted, and if so how; and the groups where they call the same parameters differently."""
 
     text: str = ""
@@ -44,17 +44,17 @@ class Verdict:
     slow: str = ""  # which ranks are busy and keep another one waiting
 
 
-def judge(said: Mapping[int, Said], waiting: int | None = None, idle_s: float = 0.0) -> Verdict:
+def judge(said: Mapping[int, Said], waiting: int | None = None, idle_s: float = 0.0) -> Judgement:
     """Judge what all ranks say; if a rank asked since it waits, that one is ``waiting``, and others if idle so long."""
     nameless = []
     for group in sorted({group for one in said.values() for group in one.groups}):
         place, differ_in_form = _first_difference(_members(said, group))
         if place is not None:
-            return Verdict(_text(said, group, place, "issue different collectives"))
+            return Judgement(_text(said, group, place, "issue different collectives"))
         if differ_in_form:
             nameless.append(group)
     if waiting is None:
-        return Verdict(nameless=tuple(nameless))
+        return Judgement(nameless=tuple(nameless))
     waits = {rank for rank, one in said.items() if rank == waiting or one.idle_s >= idle_s}
     behind = {rank: _behind(rank, said) if rank in waits else set() for rank in said}
     involved = {waiting} | _awaited_by(waiting, behind)
@@ -66,10 +66,10 @@ def judge(said: Mapping[int, Said], waiting: int | None = None, idle_s: float = 
         if len(issued) > 1 and not stuck.isdisjoint(mine.ranks):
             how = "do not go on together" if ended else "wait for one another"
             place = max(min(issued), max(issued) - _AT_MOST) if ended & _silent(said) else min(issued)
-            return Verdict(_text(said, group, place, how), tuple(nameless))
+            return Judgement(_text(said, group, place, how), tuple(nameless))
     idle = [rank for rank in sorted(involved - {waiting}) if rank in waits or said[rank].state]
     busy = [rank for rank in idle if not behind[rank]]
-    return Verdict(nameless=tuple(nameless), slow=_slow(said, waiting, busy) if busy else "")
+    return Judgement(nameless=tuple(nameless), slow=_slow(said, waiting, busy) if busy else "")
 
 
 def _silent(said: Mapping[int, Said]) -> set[int]:
@@ -77,11 +77,11 @@ def _silent(said: Mapping[int, Said]) -> set[int]:
     return {rank for rank, one in said.items() if one.state in (HAS_DIED, IS_LOST)}
 
 
-def _members(said: Mapping[int, Said], group: str) -> dict[int, Group]:
+def _members(said: Mapping[int, Said], group: str) -> dict[int, GroupProgress]:
     return {rank: one.groups[group] for rank, one in said.items() if group in one.groups}
 
 
-def _first_difference(members: Mapping[int, Group]) -> tuple[int | None, bool]:
+def _first_difference(members: Mapping[int, GroupProgress]) -> tuple[int | None, bool]:
     """Return the number of the first collective in which two ranks differ; whether any before it differ in names."""
     shown = [one for one in members.values() if one.links]
     differ_in_form = False
@@ -141,7 +141,7 @@ def _slow(said: Mapping[int, Said], waiting: int, busy: Collection[int]) -> str:
     return f"rank {waiting}: {_line(said[waiting], mine, mine.issued)}; it waits for {_called([*busy])}, {what}"
 
 
-def _line(one: Said, group: Group | None, place: int) -> str:
+def _line(one: Said, group: GroupProgress | None, place: int) -> str:
     issued, last = "" if one.state in (HAS_DIED, IS_LOST) else "issues nothing more", ""
     if group is not None and group.links:
         start = max(place - group.first, 0)
@@ -153,7 +153,7 @@ def _line(one: Said, group: Group | None, place: int) -> str:
     return " -- ".join(filter(None, [issued, one.state or last]))
 
 
-def _link(link: Link) -> str:
+def _link(link: ChainLink) -> str:
     shown = ", ".join(link.names[:6]) + (", ..." if len(link.names) > 6 else "")
     kind, _, how = link.wire.partition(",")[0].partition(" ")
     return f"{kind} of {shown} ({how})"

@@ -37,8 +37,8 @@ from ..core.unit import Unit
 from ..passes import _torch_compat as passes_compat
 from ..passes.ranks.worlds import World, current_world
 from ..passes.wire.ledger import Called, ledger
-from .chain import KEPT, NOTHING, Chain, Group
-from .judge import HAS_DIED, HAS_LEFT, IS_LOST, SAYS_NOTHING, Said, Verdict, judge
+from .chain import KEPT, NOTHING, Chain, GroupProgress
+from .judge import HAS_DIED, HAS_LEFT, IS_LOST, SAYS_NOTHING, Judgement, Said, judge
 from .names import Namer
 
 log = logging.getLogger("fsdp_compile")
@@ -95,13 +95,13 @@ class Lookout:
         beside = self._world.beside()
         if beside is not None:
             ledger.forget()
-            watch = Watch(self, self._namer, self._world, beside)
+            watch = LookoutThread(self, self._namer, self._world, beside)
             ledger.is_kept, ledger.explain = True, watch.explain
             atexit.register(watch.end)
             watch.start()
 
 
-class Watch(threading.Thread):
+class LookoutThread(threading.Thread):
     """The thread, in one world."""
 
     def __init__(self, lookout: Lookout, namer: Namer, world: World, beside: World) -> None:
@@ -206,14 +206,14 @@ class Watch(threading.Thread):
         self._heard[rank] = Said() if found is None else pickle.loads(found)
         return self._heard[rank]
 
-    def _neighbours(self) -> Iterator[tuple[str, Chain, Said, Group]]:
+    def _neighbours(self) -> Iterator[tuple[str, Chain, Said, GroupProgress]]:
         """Yield each group with the two ranks beside this one, and where these are in it."""
         heard: dict[int, Said] = {}
         for name, chain in self._chains.items():
             place = chain.ranks.index(self._rank)
             for other in {chain.ranks[place - 1], chain.ranks[(place + 1) % len(chain.ranks)]} - {self._rank}:
                 said = heard[other] = heard.get(other) or self._hear(other)
-                yield name, chain, said, said.groups.get(name, Group(chain.ranks, 0, NOTHING, 0))
+                yield name, chain, said, said.groups.get(name, GroupProgress(chain.ranks, 0, NOTHING, 0))
 
     def _doubt(self) -> Doubt | None:
         """Return a doubt if a neighbour differs or has left, if a wait failed, or if a neighbour is behind for long."""
@@ -247,13 +247,13 @@ class Watch(threading.Thread):
                 log.warning(verdict.slow)
         else:
             found = _poll(lambda: self._store.get(key), 2 * _ANSWERS_S)
-            verdict = Verdict() if found is None else pickle.loads(found)
+            verdict = Judgement() if found is None else pickle.loads(found)
         self._nameless.update(verdict.nameless)
         if verdict.text:
             self._part(verdict.text)
         self._number, self._failed = self._number + 1, False
 
-    def _judge(self, doubt: Doubt) -> Verdict:
+    def _judge(self, doubt: Doubt) -> Judgement:
         said = {self._rank: self._said(KEPT, "", self._number)}
         others = set(range(self._num_ranks)) - {self._rank}
 

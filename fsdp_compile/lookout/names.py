@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from ..core.param import ShardedParam
 from ..core.unit import Unit, names_in, paths_in, unit_of
-from ..passes.wire.ledger import Called, Issued, Launch
+from ..passes.wire.ledger import Called, Issued, ListedLaunch
 from ..passes.wire.spec import ParamSpec, with_part, without_use
-from .chain import Link
+from .chain import ChainLink
 
 T = TypeVar("T")
 
@@ -42,33 +42,33 @@ class Namer:
         """The units that there are."""
         return [unit for one in [*self._units] if (unit := one()) is not None]
 
-    def of_launch(self, issued: Issued) -> Link:
+    def of_launch(self, issued: Issued) -> ChainLink:
         """Return what was issued eagerly."""
         specs, address, unit = issued.specs, issued.address, issued.unit()
 
-        def make() -> Link:
+        def make() -> ChainLink:
             reduces = issued.kind != "all_gather"
             dtype = specs[0].reduce_dtype if reduces else specs[0].dtype
             num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in specs)
             wire = _wire(issued.kind, str(dtype).removeprefix("torch."), num_bytes, len(specs))
             names, sure, root = self._eager_names(unit, specs, address)
-            return Link(wire, names, sure, self._places_of(names, root))
+            return ChainLink(wire, names, sure, self._places_of(names, root))
 
         return self._once((issued.kind, address, id(unit), *map(id, specs)), specs, make)
 
-    def of_call(self, called: Called) -> dict[str, list[Link]]:
+    def of_call(self, called: Called) -> dict[str, list[ChainLink]]:
         """Return what a graph issues, by group."""
         text, addresses = called.text, called.addresses
 
-        def make() -> dict[str, list[Link]]:
+        def make() -> dict[str, list[ChainLink]]:
             shown = {one.unit: (name, self.at(address)) for (name, one), address in zip(text.firsts, addresses)}
-            found: dict[str, list[Link]] = {group: [] for group in text.groups}
+            found: dict[str, list[ChainLink]] = {group: [] for group in text.groups}
             for one in text.launches:
                 first, (name, root) = shown.get(one.members[0].unit, ("", (None, None)))
                 names = _names_of(one, first, name)
                 wire = _wire(one.kind, one.dtype, one.num_bytes, len(names))
                 source = f"{text.stage} graph of {len(text.launches)}"
-                found[one.group].append(Link(wire, names, name is not None, self._places_of(names, root), source))
+                found[one.group].append(ChainLink(wire, names, name is not None, self._places_of(names, root), source))
             return found
 
         return self._once((id(text), addresses), text, make)
@@ -144,7 +144,7 @@ def _wire(kind: str, dtype: str, num_bytes: int, num_params: int) -> str:
     return f"{kind} {dtype} {num_bytes} bytes a rank, {num_params} parameter{'s' if num_params > 1 else ''}"
 
 
-def _names_of(launch: Launch, first: str, shown: str | None) -> tuple[str, ...]:
+def _names_of(launch: ListedLaunch, first: str, shown: str | None) -> tuple[str, ...]:
     """Return a launch's names, given the name of a parameter of its unit in the graph and, if known, in the model."""
     names = tuple(without_use(name) for name in launch.names)
     if shown is None:

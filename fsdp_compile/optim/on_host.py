@@ -28,8 +28,8 @@ from ..core.parts import local_of
 from ..passes.apply.away import LEAST_BYTES
 from ..passes.budget.budget import bytes_of
 from ..passes.wire import copies, streams
-from .owners import device_of
-from .updating import UpdatingOptimizer, settings_of
+from .owners import owners_device
+from .updating import UpdatingOptimizer, group_settings
 
 
 class StatesOnHost(UpdatingOptimizer):
@@ -67,7 +67,7 @@ class StatesOnHost(UpdatingOptimizer):
         super().__setstate__(state)
         if "_make" in state:  # a copy
             self._chosen = _nothing
-            groups = [{**settings_of(group), "params": group["params"]} for group in self.param_groups]
+            groups = [{**group_settings(group), "params": group["params"]} for group in self.param_groups]
             self._inner = self._make(groups, **self._settings)
 
     def let_a_budget_choose(self, keep: Callable[[], int | None]) -> None:
@@ -80,7 +80,7 @@ class StatesOnHost(UpdatingOptimizer):
         for group in self.param_groups:
             small: dict[Any, list[float]] = {}
             for param in filter(_may_leave, group["params"]):
-                local, kind = local_of(param), (param.dtype, min(param.ndim, 2), device_of(param))
+                local, kind = local_of(param), (param.dtype, min(param.ndim, 2), owners_device(param))
                 if self.state.get(param):
                     found += self._bytes_of(self.state[param])
                 else:
@@ -99,13 +99,13 @@ class StatesOnHost(UpdatingOptimizer):
         """
         like = nn.Parameter(torch.zeros((256,) * ndim, dtype=dtype, device=device))
         like.grad = torch.zeros_like(like)
-        probe = self._make([{**settings_of(group), "params": [like]}], **self._settings)
+        probe = self._make([{**group_settings(group), "params": [like]}], **self._settings)
         step_without_hooks(probe)
         return [_num_bytes(one) / like.numel() for one in tensors_in(probe.state[like]) if one.ndim]
 
     def _update(self) -> None:
         buckets = [*self._buckets()]
-        after = [settings_of(group) for group in self.param_groups]
+        after = [group_settings(group) for group in self.param_groups]
         chosen = self._chosen()
         room = self._keep if chosen is None else chosen
         coming: list[Tensor] = []  # copies that nothing has waited for
@@ -116,10 +116,10 @@ class StatesOnHost(UpdatingOptimizer):
                 _join(coming)
                 self._bring(following, coming)
                 # Each bucket of a group begins with what the group says, and a step may count in there.
-                self._inner.param_groups = [{**settings_of(self.param_groups[number]), "params": params}]
+                self._inner.param_groups = [{**group_settings(self.param_groups[number]), "params": params}]
                 self._inner.state = self.state
                 step_without_hooks(self._inner)
-                after[number] = settings_of(self._inner.param_groups[0])
+                after[number] = group_settings(self._inner.param_groups[0])
                 _join(leaving)  # so that the device has the states of three buckets, and not of all
                 room = self._send(params, room, leaving)
         finally:
@@ -137,8 +137,8 @@ class StatesOnHost(UpdatingOptimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, (param, group) in zip(numbers, params):
             if number in state_dict["state"]:
-                self._inner.param_groups = [{**settings_of(group), "params": [param]}]
-                groups = [{**settings_of(group), "params": [0]}]
+                self._inner.param_groups = [{**group_settings(group), "params": [param]}]
+                groups = [{**group_settings(group), "params": [0]}]
                 self._inner.load_state_dict({"state": {0: state_dict["state"][number]}, "param_groups": groups})
                 self.state[param] = self._inner.state[param]
                 self._send_now([param])
@@ -230,7 +230,7 @@ def _nothing() -> None:
 
 def _may_leave(param: Tensor) -> bool:
     """Whether the states are where the model computes, and not with an offloaded shard."""
-    return local_of(param).device.type == device_of(param).type
+    return local_of(param).device.type == owners_device(param).type
 
 
 def _join(started: list[Tensor]) -> None:

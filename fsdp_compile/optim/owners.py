@@ -51,7 +51,7 @@ class Owners:
             if isinstance(param, DTensor) and param.device_mesh.size() > 1:
                 on_mesh.setdefault(param.device_mesh, []).append(place)
             else:
-                self._whole[place] = device_of(param)
+                self._whole[place] = owners_device(param)
         self._meshes = [
             _OnMesh(mesh, {place: params[place] for place in places}, cost) for mesh, places in on_mesh.items()
         ]
@@ -94,7 +94,7 @@ class Owners:
         return published
 
 
-def device_of(param: Tensor) -> torch.device:
+def owners_device(param: Tensor) -> torch.device:
     """Return where a parameter's owner computes, which is not the CPU if the shards are offloaded."""
     return device_of_type(param.device_mesh.device_type) if isinstance(param, DTensor) else param.device
 

@@ -33,6 +33,6 @@ class UpdatingOptimizer(Optimizer):
         raise NotImplementedError
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a group says, but for its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

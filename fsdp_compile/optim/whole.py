@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from .._torch_compat.optimizers import step_without_hooks
 from ..core.containers import map_tensors
 from ..core.parts import local_of
-from .owners import Owners, device_of
-from .updating import UpdatingOptimizer, settings_of
+from .owners import Owners, owners_device
+from .updating import UpdatingOptimizer, group_settings
 
 
 class WholeTensorOptimizer(UpdatingOptimizer):
@@ -76,7 +76,7 @@ class WholeTensorOptimizer(UpdatingOptimizer):
                     self._show_state(param)
         assert self._without_grads is not None
         for inner, group in zip(self._without_grads.param_groups, self.param_groups):
-            inner.update(settings_of(group))
+            inner.update(group_settings(group))
         step_without_hooks(self._without_grads)
         self._take_settings(len(self.param_groups))
 
@@ -105,7 +105,7 @@ class WholeTensorOptimizer(UpdatingOptimizer):
                 # torch's set_optimizer_state_dict leaves out lists without tensors, which SOAP has (2.11 to 2.15).
                 state = {0: {**known.get(param, {}), **map_tensors(state_dict["state"][number], _full)}}
             if param in self._owned:
-                groups = [{**settings_of(group), "params": [0]}]
+                groups = [{**group_settings(group), "params": [0]}]
                 self._owned[param][0].load_state_dict({"state": state, "param_groups": groups})
             if state:
                 self._show_state(param)
@@ -127,7 +127,7 @@ class WholeTensorOptimizer(UpdatingOptimizer):
         for param in (owners.params[place] for owners in self._owners for place in owners.mine):
             if param in group_of and param not in self._owned:
                 stand_in = _stand_in(param)
-                optimizer = self._make([{**settings_of(group_of[param]), "params": [stand_in]}], **self._settings)
+                optimizer = self._make([{**group_settings(group_of[param]), "params": [stand_in]}], **self._settings)
                 if self.state.get(param):  # of a copy
                     optimizer.state[stand_in] = self.state[param]
                 self._owned[param] = optimizer, stand_in
@@ -136,7 +136,7 @@ class WholeTensorOptimizer(UpdatingOptimizer):
     def _updated(self, param: Tensor, whole: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """Step the optimizer of one parameter; return its new value."""
         optimizer, stand_in = self._owned[param]
-        optimizer.param_groups[0].update(settings_of(group))
+        optimizer.param_groups[0].update(group_settings(group))
         stand_in.data = whole
         if grad.dtype != whole.dtype:
             stand_in.grad_dtype = grad.dtype
@@ -150,7 +150,7 @@ class WholeTensorOptimizer(UpdatingOptimizer):
         """Have the last groups say what those of the class say."""
         assert self._without_grads is not None
         for inner, group in zip(self._without_grads.param_groups[-num_groups:], self.param_groups[-num_groups:]):
-            group.update(settings_of(inner))
+            group.update(group_settings(inner))
 
     def _show_state(self, param: Tensor) -> None:
         """Have ``self.state`` say on all ranks that a parameter has one; elsewhere it is empty."""
@@ -161,12 +161,12 @@ class WholeTensorOptimizer(UpdatingOptimizer):
 
 
 def _stand_ins(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {**settings_of(group), "params": [_stand_in(param) for param in group["params"]]}
+    return {**group_settings(group), "params": [_stand_in(param) for param in group["params"]]}
 
 
 def _stand_in(param: Tensor) -> nn.Parameter:
     """Return a parameter of the whole shape with the memory of one element; a step puts the whole in its place."""
-    element = torch.zeros((), dtype=param.dtype, device=device_of(param))
+    element = torch.zeros((), dtype=param.dtype, device=owners_device(param))
     return nn.Parameter(element.expand(param.shape), param.requires_grad)
 
 

@@ -10,7 +10,7 @@ from ..passes.cost.owners import Owned
 
 
 @dataclass(frozen=True)
-class Compute:
+class PicturedWork:
     """Work of this rank, or a collective that is not ours."""
 
     name: str
@@ -22,7 +22,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Collective:
+class PicturedCollective:
     """One collective of ours."""
 
     kind: str
@@ -45,7 +45,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PicturedMemory:
     """The bytes alive at each event, by kind, and the storages that make the peak."""
 
     at: tuple[float, ...]
@@ -64,14 +64,14 @@ class PicturedGraph:
     start_s: float
     seconds: float
     exposed_s: float
-    compute: tuple[Compute, ...]
-    collectives: tuple[Collective, ...]
-    others: tuple[Compute, ...]  # collectives that are not ours
-    memory: Memory
+    compute: tuple[PicturedWork, ...]
+    collectives: tuple[PicturedCollective, ...]
+    others: tuple[PicturedWork, ...]  # collectives that are not ours
+    memory: PicturedMemory
 
 
 @dataclass(frozen=True)
-class Difference:
+class PicturedChanges:
     """The changes that one pass made to one graph."""
 
     stage: str
@@ -97,7 +97,7 @@ class PicturedStep:
     choice: str = ""  # what a budget chose
     plan: Mapping[str, Any] = field(default_factory=dict)
     plan_id: str = ""
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[PicturedChanges, ...] = ()
 
 
 @dataclass(frozen=True)

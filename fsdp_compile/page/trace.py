@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..passes.ir.plan import named
-from .picture import Collective, Picture, PicturedGraph, PicturedStep
+from .picture import Picture, PicturedCollective, PicturedGraph, PicturedStep
 
 _EIGHTHS = 8e6  # eighths of a microsecond in a second
 _GRAPHS, _COMPUTE, _FIRST_GROUP = 1, 2, 10  # threads, in the order in which they are shown
@@ -55,7 +55,7 @@ def _step(step: PicturedStep, process: int, name: str) -> Iterator[dict[str, Any
         yield from _memory(graph, process)
 
 
-def _collective(one: Collective, process: int, lane: int, flow: int) -> Iterator[dict[str, Any]]:
+def _collective(one: PicturedCollective, process: int, lane: int, flow: int) -> Iterator[dict[str, Any]]:
     about = {
         "parameters": list(one.fqns), "unit": one.unit, "dtype": one.dtype, "bytes a rank": one.num_bytes,
         "bucket bytes": one.bucket_bytes, "exposed ms": one.exposed_s * 1e3, "verdict": f"{one.cause}: {one.verdict}",

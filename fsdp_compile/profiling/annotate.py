@@ -21,8 +21,8 @@ from ..passes import HardwareProfile
 from ..passes.cost.roofline import Group, collective_seconds
 from ..passes.ir.plan import named
 from .listen import EAGER, Expected, Heard, number_of_mark
-from .match import Flight, flights_of
-from .record import Event, events_of
+from .match import Recorded, flights_of
+from .record import Event, recorded_events
 
 KEY = "fsdp_compile"
 COLLECTIVE, WAIT, GRAPH = "collective", "wait", "graph"
@@ -53,7 +53,7 @@ class Facts:
 
 def annotate(trace: dict[str, Any], facts: Facts) -> dict[str, Any]:
     """Return the record with the ranges and the facts added. Events that are renamed are changed in place."""
-    events = events_of(trace)
+    events = recorded_events(trace)
     flights = flights_of(events, facts.heard, facts.ranks)
     steps = [event for event in events if event.is_step][: facts.num_steps]
     pid = next((event.raw.get("pid") for event in events if event.category == "cpu_op"), 0)
@@ -98,7 +98,7 @@ def _number_of(step: Event) -> int:
 
 
 def _ranges_of(
-    flight: Flight, step: int | None, lanes: _Lanes, facts: Facts, says_model: bool
+    flight: Recorded, step: int | None, lanes: _Lanes, facts: Facts, says_model: bool
 ) -> Iterator[dict[str, Any]]:
     name, (start, end) = called(flight.expected, flight.kind, flight.num_bytes, says_model), flight.interval
     prefix = "FSDP::" if flight.expected else ""
@@ -109,7 +109,7 @@ def _ranges_of(
         yield {**_range(f"{prefix}wait for {name}", wait.start, wait.end, WAIT), **_place(wait)}
 
 
-def _args(flight: Flight, step: int | None, facts: Facts) -> dict[str, Any]:
+def _args(flight: Recorded, step: int | None, facts: Facts) -> dict[str, Any]:
     expected = flight.expected
     planned_s, planned_exposed_s = _planned(flight, facts)
     return {
@@ -131,7 +131,7 @@ def _args(flight: Flight, step: int | None, facts: Facts) -> dict[str, Any]:
     }
 
 
-def _planned(flight: Flight, facts: Facts) -> tuple[float | None, float | None]:
+def _planned(flight: Recorded, facts: Facts) -> tuple[float | None, float | None]:
     """Return what was predicted for the graph; without a prediction, only the seconds that such a collective takes."""
     expected = flight.expected
     if expected is None:
@@ -145,7 +145,7 @@ def _planned(flight: Flight, facts: Facts) -> tuple[float | None, float | None]:
     return collective_seconds(flight.kind, flight.num_bytes, group, facts.hardware), None
 
 
-def _rename(flight: Flight, events: Sequence[Event]) -> None:
+def _rename(flight: Recorded, events: Sequence[Event]) -> None:
     """Let torch-tb-profiler's distributed view count a run: it knows few names, and kernels by operator number."""
     run = flight.run
     if run is None or flight.expected is None:

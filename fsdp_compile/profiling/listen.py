@@ -63,7 +63,7 @@ def number_of_mark(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-class Listener:
+class StepListener:
     """Listens to the ledger and to the passes between ``start`` and ``stop``."""
 
     def __init__(self, hardware: HardwareProfile | None) -> None:

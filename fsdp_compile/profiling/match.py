@@ -38,7 +38,7 @@ _RUNTIME = ("cuda_runtime", "cuda_driver")
 
 
 @dataclass
-class Flight:
+class Recorded:
     """One collective that ran."""
 
     kind: str
@@ -68,7 +68,7 @@ class Flight:
         return self.launch.size()[1] or (self.expected.dtype if self.expected else "")
 
 
-def flights_of(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, tuple[int, ...]]) -> list[Flight]:
+def flights_of(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, tuple[int, ...]]) -> list[Recorded]:
     """Return all collectives of a record, in the order of their launches."""
     flights = _launched(events, heard, ranks)
     if any(event.category == "kernel" for event in events):
@@ -80,8 +80,8 @@ def flights_of(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str,
     return flights
 
 
-def _launched(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, tuple[int, ...]]) -> list[Flight]:
-    flights: list[Flight] = []
+def _launched(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, tuple[int, ...]]) -> list[Recorded]:
+    flights: list[Recorded] = []
     inside: dict[object, float] = defaultdict(float)  # by thread: when its last launch returned
     left: dict[object, tuple[str, list[Expected]]] = {}  # by thread: what its graph has still to launch
     next_up: dict[object, Expected] = {}  # by thread: the eager launch that its mark announced
@@ -103,7 +103,7 @@ def _launched(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, 
             stage, queue = left.get(event.thread, ("", []))
             expected = _first_like(queue, kind, event, ranks)
         num_ranks = len(ranks.get(expected.group, ())) if expected else 0
-        flights.append(Flight(kind, event, expected, stage if expected else "", num_ranks or _said(kind, event)))
+        flights.append(Recorded(kind, event, expected, stage if expected else "", num_ranks or _said(kind, event)))
     return flights
 
 
@@ -132,7 +132,7 @@ def _said(kind: str, launch: Event) -> int:
     return int(given[place])
 
 
-def _find_on_gloo(flights: Sequence[Flight], events: Sequence[Event]) -> None:
+def _find_on_gloo(flights: Sequence[Recorded], events: Sequence[Event]) -> None:
     runs = [event for event in events if event.name.startswith("gloo:")]
     taken: set[int] = set()
     for flight in flights:
@@ -146,7 +146,7 @@ def _find_on_gloo(flights: Sequence[Flight], events: Sequence[Event]) -> None:
                 break
 
 
-def _find_kernels(flights: Sequence[Flight], events: Sequence[Event]) -> None:
+def _find_kernels(flights: Sequence[Recorded], events: Sequence[Event]) -> None:
     kernels = {event.args.get("correlation"): event for event in events if _is_of_nccl(event)}
     calls: dict[object, list[Event]] = defaultdict(list)
     for event in events:
@@ -164,8 +164,8 @@ def _is_of_nccl(event: Event) -> bool:
     return event.category == "kernel" and event.name.startswith("nccl")
 
 
-def _find_waits(flights: Sequence[Flight], events: Sequence[Event]) -> None:
-    by_size: dict[tuple[int, str], list[Flight]] = defaultdict(list)
+def _find_waits(flights: Sequence[Recorded], events: Sequence[Event]) -> None:
+    by_size: dict[tuple[int, str], list[Recorded]] = defaultdict(list)
     for flight in flights:
         by_size[_result(flight)].append(flight)
     for wait in events:
@@ -176,7 +176,7 @@ def _find_waits(flights: Sequence[Flight], events: Sequence[Event]) -> None:
             queue.pop(0).wait = wait
 
 
-def _result(flight: Flight) -> tuple[int, str]:
+def _result(flight: Recorded) -> tuple[int, str]:
     """Return the elements and dtype of a launch's result."""
     elements, num_ranks, dtype = flight.launch.elements(), flight.num_ranks or 1, flight.dtype
     if flight.kind == "all_gather":
@@ -187,7 +187,7 @@ def _result(flight: Flight) -> tuple[int, str]:
     return sum(elements) // (num_ranks if flight.kind == "reduce_scatter" else 1), dtype
 
 
-def _find_exposed(flights: Sequence[Flight], events: Sequence[Event]) -> None:
+def _find_exposed(flights: Sequence[Recorded], events: Sequence[Event]) -> None:
     """Find when computation waits: on a GPU, no other kernel runs beside the collective; on the CPU, a thread waits."""
     computing = union((one.start, one.end) for one in events if one.category == "kernel" and not _is_of_nccl(one))
     for flight in flights:

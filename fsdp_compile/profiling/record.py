@@ -75,7 +75,7 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
-def events_of(trace: dict[str, Any]) -> list[Event]:
+def recorded_events(trace: dict[str, Any]) -> list[Event]:
     """Return all events with a duration, sorted by start; an event that contains others stands before them."""
     found = [
         Event(
@@ -117,7 +117,7 @@ def without(interval: Interval, taken: Iterable[Interval]) -> list[Interval]:
     return left
 
 
-def common(these: Iterable[Interval], those: Iterable[Interval]) -> list[Interval]:
+def in_both(these: Iterable[Interval], those: Iterable[Interval]) -> list[Interval]:
     """Return the intervals that are in both of two unions."""
     found, left, right = [], list(these), list(those)
     while left and right:

@@ -24,7 +24,7 @@ from ..passes.cost.roofline import Group, bytes_on_link
 from ..tools.calibrate import fit_line, measured_link
 from ..tools.measure import slowdown_share
 from ..tools.tables import Column, Rows
-from .record import Interval, common, union
+from .record import Interval, in_both, union
 from .summary import together
 from .traces import Trace, read_folder
 
@@ -161,7 +161,7 @@ def _products(traces: Sequence[Trace]) -> tuple[dict[str, float], float | None]:
         for product in trace.products:
             seconds = product.interval[1] - product.interval[0]
             if seconds > 0:
-                beside = bool(common([product.interval], _near(busy, product.interval)))
+                beside = bool(in_both([product.interval], _near(busy, product.interval)))
                 by_size[product.dtype, product.flops][beside].append(seconds)
         total = sum(sum(times[True]) + sum(times[False]) for times in by_size.values())
         work: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

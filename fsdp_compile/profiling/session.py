@@ -30,7 +30,7 @@ from ..core.unit import original_class, units_in
 from ..passes import HardwareProfile, load_profile
 from ..passes import _torch_compat as compat
 from .annotate import Facts, annotate
-from .listen import Listener
+from .listen import StepListener
 from .record import load
 from .summary import Summary, summarize
 from .traces import SUFFIXES
@@ -54,7 +54,7 @@ class Profile:
         self._num_steps = 0
         self._failed = False
         self._place: tuple[int, int] | None = None  # rank and world size
-        self._listener = Listener(hardware)
+        self._listener = StepListener(hardware)
         self._schedule = torch.profiler.schedule(wait=wait, warmup=_WARMUP, active=active, repeat=1)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():

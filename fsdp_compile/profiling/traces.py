@@ -18,7 +18,7 @@ from typing import Any
 
 from ..passes import HardwareProfile
 from .annotate import COLLECTIVE, GRAPH, KEY
-from .record import Event, Interval, events_of, load
+from .record import Event, Interval, load, recorded_events
 
 SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")
 
@@ -56,7 +56,7 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Call:
+class GraphCall:
     """One call of a graph."""
 
     seconds: float
@@ -86,7 +86,7 @@ class Trace:
     hardware: HardwareProfile
     steps: tuple[Interval, ...]
     collectives: tuple[Ran, ...]  # of these steps, in the order of launch
-    calls: tuple[Call, ...]
+    calls: tuple[GraphCall, ...]
     products: tuple[Product, ...]
 
     @property
@@ -95,7 +95,7 @@ class Trace:
         return max(len(self.steps), 1)
 
 
-def paths_in(folder: Path) -> list[Path]:
+def trace_paths(folder: Path) -> list[Path]:
     """Return the paths of the traces; ValueError where there are none."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder. Give the one that `fsdp-compile profile --out` wrote traces into.")
@@ -107,7 +107,7 @@ def paths_in(folder: Path) -> list[Path]:
 
 def read_folder(folder: str | Path) -> list[Trace]:
     """Read the traces of all ranks that are there, sorted by rank; ValueError unless they are of one run of ours."""
-    traces = sorted([read(path) for path in paths_in(Path(folder))], key=lambda one: one.rank)
+    traces = sorted([read_trace(path) for path in trace_paths(Path(folder))], key=lambda one: one.rank)
     for one, other in pairwise(traces):
         if one.rank == other.rank:
             raise ValueError(
@@ -117,7 +117,7 @@ def read_folder(folder: str | Path) -> list[Trace]:
     return traces
 
 
-def read(path: Path) -> Trace:
+def read_trace(path: Path) -> Trace:
     """Read one trace; ValueError where it has none of our ranges."""
     trace = load(path)
     facts = trace.get(KEY)
@@ -126,7 +126,7 @@ def read(path: Path) -> Trace:
             f"{path} has no ranges of fsdp_compile: a profiler of another kind wrote it. Use fsdp_compile.profile, or "
             "`fsdp-compile profile`."
         )
-    events = events_of(trace)
+    events = recorded_events(trace)
     steps = [event for event in events if event.is_step][: facts["num_steps"]]
     ours = [event for event in events if event.args.get(KEY) == COLLECTIVE]
     ours.sort(key=lambda event: event.args["launched_us"])
@@ -170,8 +170,8 @@ def _ran(event: Event) -> Ran:
     )
 
 
-def _call(event: Event) -> Call:
-    return Call((event.end - event.start) / 1e6, _s(event.args["planned_us"]))
+def _call(event: Event) -> GraphCall:
+    return GraphCall((event.end - event.start) / 1e6, _s(event.args["planned_us"]))
 
 
 def _s(us: float | None) -> float | None:

@@ -32,7 +32,7 @@ _LATENCY_SHARE = 0.5  # of a collective's latency, what it takes once; steps fro
 
 
 @dataclass(frozen=True)
-class Settings:
+class CalibrationSettings:
     """The arguments of the command line."""
 
     ranks: int = 2
@@ -42,27 +42,27 @@ class Settings:
     sizes: tuple[int, ...] = ()  # bytes of the collectives; empty for the device's defaults
 
 
-def run_calibrate(settings: Settings, console: Console) -> HardwareProfile:
+def run_calibrate(settings: CalibrationSettings, console: Console) -> HardwareProfile:
     """Measure, print, and write the profile."""
     samples = measured(settings, console)
     profile = profile_of(samples, settings)
     console.print(compute_table(samples, profile))
-    console.print(collectives_table(samples, profile, settings.ranks))
+    console.print(fits_table(samples, profile, settings.ranks))
     Path(settings.out).write_text(profile.to_json() + "\n")
     said = f"Wrote {settings.out}; configure(model, profile=...), predict(...) and --hardware take it."
     console.print(said, highlight=False, soft_wrap=True)
     return profile
 
 
-def measured(settings: Settings, console: Console) -> list[dict[str, Any]]:
+def measured(settings: CalibrationSettings, console: Console) -> list[dict[str, Any]]:
     """Run the workers, and return what each rank measured, by rank."""
-    device = measure.device_of(settings.ranks, 0, has_link=settings.link is not None)
+    device = measure.own_device(settings.ranks, 0, has_link=settings.link is not None)
     sizes = settings.sizes or (measure.GPU_SIZES if device.type == "cuda" else measure.CPU_SIZES)
     results: list[dict[str, Any]] = [{}] * settings.ranks
     env = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]} if "OMP_NUM_THREADS" in os.environ else {}
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-compile-calibrate-"))
-        wire = stack.enter_context(link.Link(settings.link)) if settings.link else None
+        wire = stack.enter_context(link.SlowLink(settings.link)) if settings.link else None
         if wire is None and sys.platform == "linux":
             # All ranks run on this machine, so gloo need not find out under which address others would see it.
             env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
@@ -129,7 +129,7 @@ def fit_line(points: Sequence[tuple[float, float]], latency_s: float = 0.0) -> F
     return Fit(latency_s, largest / seconds)
 
 
-def profile_of(samples: Sequence[dict[str, Any]], settings: Settings) -> HardwareProfile:
+def profile_of(samples: Sequence[dict[str, Any]], settings: CalibrationSettings) -> HardwareProfile:
     """Return the profile in which each figure is that of the slowest rank."""
     first, ranks = samples[0], settings.ranks
     backend = first["backend"]
@@ -201,7 +201,7 @@ def compute_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile) -
     )
 
 
-def collectives_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile, ranks: int) -> Rows:
+def fits_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile, ranks: int) -> Rows:
     """Return a table of each kind's fitted line, its largest error, and the measured time of its largest size."""
     cells = []
     for kind, fit in profile.inside.measured.items():

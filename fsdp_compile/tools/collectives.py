@@ -86,4 +86,4 @@ def _only_moves(node: fx.Node) -> bool:
 
 def num_bytes_of(value: Any) -> int:
     assert isinstance(value, torch.Tensor)
-    return math.prod(map(inductor.size_hint, value.shape)) * value.dtype.itemsize
+    return math.prod(map(inductor.size_when_compiled, value.shape)) * value.dtype.itemsize

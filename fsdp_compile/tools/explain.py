@@ -20,13 +20,13 @@ from ..core.containers import tensors_in
 from ..passes import Bucket, HardwareProfile, ParamSpec, Plan, Prediction
 from ..passes.ir.provenance import Marker, find_unshards, whole_of
 from ..passes.schedule.buckets import gather_key, reduce_key
-from ..passes.schedule.neighbours import groups_of
+from ..passes.schedule.neighbours import neighbours_among
 from ..passes.wire.layout import NEIGHBOURS, BucketLimits, bucket_limits
 from .breaks import BreakReport, watching
 from .explained import ExplainedBucket, ExplainedMemory, ExplainedParameter, ExplainedStep, Explanation
 from .inspect import Report, inspect
 from .pictured import step_owners
-from .predicted import Step, steps_of
+from .predicted import StepRecords, steps_of
 from .tables import format_bytes, format_dtype, format_unit, plural
 from .trial import trial
 
@@ -88,7 +88,7 @@ def _total(output: Any) -> Tensor | None:
     return sum((one.sum() for one in leaves[1:]), leaves[0].sum()) if leaves else None
 
 
-def _explained(step: Step, profile: HardwareProfile | str | Path | None) -> ExplainedStep:
+def _explained(step: StepRecords, profile: HardwareProfile | str | Path | None) -> ExplainedStep:
     predicted = step.predicted(profile)
     markers = _markers(step)
     buckets = [bucket for graph in predicted.graphs for bucket in _buckets(step, predicted, graph.stage, markers)]
@@ -113,14 +113,14 @@ def _explained(step: Step, profile: HardwareProfile | str | Path | None) -> Expl
     return ExplainedStep(predicted, tuple(buckets), tuple(parameters), tuple(memory), again)
 
 
-def _markers(step: Step) -> dict[str, Marker]:
+def _markers(step: StepRecords) -> dict[str, Marker]:
     """Return an unshard marker of each parameter, from the earliest graph that has one, by its name in the plan."""
     graphs = [step.joint.snapshots[-1]] if step.joint is not None else [one.snapshots[0] for one in step.graphs]
     found = [marker for graph in reversed(graphs) for marker in find_unshards(graph)]
     return {marker.fqn: marker for marker in found if whole_of(marker.node) is None}  # else it gathers slices
 
 
-def _buckets(step: Step, predicted: Prediction, stage: str, markers: dict[str, Marker]) -> list[ExplainedBucket]:
+def _buckets(step: StepRecords, predicted: Prediction, stage: str, markers: dict[str, Marker]) -> list[ExplainedBucket]:
     plan: Plan = next(record.plan for record in step.graphs if record.stage == stage)
     specs = {fqn: marker.spec for fqn, marker in markers.items()}
     apart = {
@@ -221,5 +221,5 @@ def _could_be_neighbours(
             units[bucket.unit] = [*members, *(specs[fqn] for fqn in bucket.fqns)]
     if any(spec.bucketing != "size" for spec in (*units[one.unit], *units[other.unit])):
         return False
-    groups = groups_of(units, small_end=-1 if kind == "reduce" else 0, asking=("size", NEIGHBOURS))
+    groups = neighbours_among(units, small_end=-1 if kind == "reduce" else 0, asking=("size", NEIGHBOURS))
     return any({one.unit, other.unit} <= {*group} for group in groups)

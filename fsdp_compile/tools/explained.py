@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..api.fitting import listed
 from ..passes import Prediction
-from ..passes.cost.owners import Owners
+from ..passes.cost.owners import MemoryOwners
 from ..passes.cost.predicted import PredictedCollective
 from .breaks import BreakReport
 from .inspect import Report
@@ -54,7 +54,7 @@ class ExplainedMemory:
 
     stage: str
     at_s: tuple[float, ...]
-    owners: Owners
+    owners: MemoryOwners
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def _describe(value: Any) -> Iterator[str]:
         yield format_bytes(num_bytes_of(value))
     elif isinstance(value, (torch.SymInt, torch.SymFloat)):
         yield (
-            f"symbolic {value}, {inductor.size_hint(value)} when compiled"
+            f"symbolic {value}, {inductor.size_when_compiled(value)} when compiled"
             if isinstance(value, torch.SymInt)
             else str(value)
         )
@@ -248,7 +248,7 @@ def _constants(graph: fx.Graph, body: str) -> Iterator[str]:
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and re.fullmatch(r"\w+", str(value)):
-            symbols[str(value)] = inductor.size_hint(value)
+            symbols[str(value)] = inductor.size_when_compiled(value)
     for name, number in symbols.items():
         if re.search(rf"\b{name}\b", body):
             yield f"{name} = {number}  # a symbolic size; the value seen when it was compiled\n"
@@ -299,10 +299,10 @@ def _owned(graph: fx.Graph, node: fx.Node, prefix: str) -> str:
 def _input(value: Any) -> str:
     """Return an expression for a value like the recorded one."""
     if isinstance(value, torch.Tensor):
-        size, stride = [[inductor.size_hint(n) for n in numbers] for numbers in (value.shape, value.stride())]
+        size, stride = [[inductor.size_when_compiled(n) for n in numbers] for numbers in (value.shape, value.stride())]
         return f"tensor({size}, {stride}, {value.dtype}, {str(value.device)!r})"
     if isinstance(value, torch.SymInt):
-        return f"{inductor.size_hint(value)}"
+        return f"{inductor.size_when_compiled(value)}"
     if isinstance(value, torch.SymFloat):
         return "0.5"
     return repr(value) if isinstance(value, (bool, int, float, str)) else "None"

@@ -26,7 +26,7 @@ class LinkError(Exception):
     """The link cannot be made; the message says why, and what to do."""
 
 
-class Link:
+class SlowLink:
     """Context manager: the namespaces exist inside the `with` block and not after it, whatever ends it."""
 
     def __init__(self, rate: str) -> None:
@@ -40,7 +40,7 @@ class Link:
         """The words to put before each rank's command, so that it runs in its namespace."""
         return tuple(("ip", "netns", "exec", namespace) for namespace in self._namespaces)
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> SlowLink:
         check_possible()
         _remove_stale()
         try:

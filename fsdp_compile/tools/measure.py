@@ -57,7 +57,7 @@ def stages(job: Job, device: torch.device) -> int:
     return len(dtypes_of(device)) + 4 + len(KINDS) * len(job.sizes) + 1
 
 
-def device_of(ranks: int, rank: int, has_link: bool = False) -> torch.device:
+def own_device(ranks: int, rank: int, has_link: bool = False) -> torch.device:
     """Return the rank's own GPU where there are enough of them, else the CPU; with a link the CPU: NCCL has no link."""
     has_gpus = not has_link and torch.cuda.is_available() and torch.cuda.device_count() >= ranks
     return torch.device("cuda", rank) if has_gpus else torch.device("cpu")
@@ -66,7 +66,7 @@ def device_of(ranks: int, rank: int, has_link: bool = False) -> torch.device:
 def work(settings: dict[str, Any], rank: int, send: Send) -> None:
     """Measure on one rank: report each step as it begins, and send all samples at the end."""
     job = Job(**settings)
-    device = device_of(job.ranks, rank, has_link=bool(job.interfaces))
+    device = own_device(job.ranks, rank, has_link=bool(job.interfaces))
     if job.interfaces:
         os.environ["GLOO_SOCKET_IFNAME"] = job.interfaces[rank]
     if "OMP_NUM_THREADS" not in os.environ:

@@ -9,28 +9,36 @@ from typing import Any
 
 import torch
 
-from ..page.picture import Collective, Compute, Difference, Memory, Picture, PicturedGraph, PicturedStep
+from ..page.picture import (
+    Picture,
+    PicturedChanges,
+    PicturedCollective,
+    PicturedGraph,
+    PicturedMemory,
+    PicturedStep,
+    PicturedWork,
+)
 from ..passes import GraphRecord, Plan, Prediction
 from ..passes.cost.memory import memories_of, saved_by, taken_as, weigh
-from ..passes.cost.owners import RETURNED, Owned, Owners, module_of, owners_of, saved_kinds
+from ..passes.cost.owners import RETURNED, MemoryOwners, Owned, module_of, owners_of, saved_kinds
 from ..passes.cost.predicted import PredictedCollective, PredictedGraph
 from ..passes.ir.meta import ROLE
 from ..passes.wire.streams import TO_DEVICE, TO_HOST
 from .graph_code import node_lines
-from .predicted import Step
+from .predicted import StepRecords
 from .tables import format_dtype, format_unit
 
 _CONTEXT = 3  # lines around what a pass changed
 _MOST_LINES = 4000  # of one difference, so that a page of 100 blocks opens at once
 
 
-def pictured(model: str, steps: Sequence[Step], notes: Sequence[str]) -> Picture:
+def pictured(model: str, steps: Sequence[StepRecords], notes: Sequence[str]) -> Picture:
     """Return the picture of all steps of a report."""
     found = [one for number, step in enumerate(steps) if (one := _step(step, number)) is not None]
     return Picture(model, torch.__version__.partition("+")[0], tuple(notes), tuple(found))
 
 
-def _step(step: Step, number: int) -> PicturedStep | None:
+def _step(step: StepRecords, number: int) -> PicturedStep | None:
     if not step.graphs:
         return PicturedStep(f"step {number + 1}", differences=tuple(_differences(step)))
     predicted = step.predicted()
@@ -57,7 +65,7 @@ def _step(step: Step, number: int) -> PicturedStep | None:
     )
 
 
-def step_owners(step: Step, predicted: Prediction) -> list[Owners]:
+def step_owners(step: StepRecords, predicted: Prediction) -> list[MemoryOwners]:
     """Return who holds memory in each predicted graph. What forward's callers hold is alive in backward as well."""
     records = [next(one for one in step.graphs if one.stage == graph.stage) for graph in predicted.graphs]
     graphs: list[tuple[Any, Plan]] = [(one.graph, one.plan) for one in records]
@@ -73,7 +81,7 @@ def step_owners(step: Step, predicted: Prediction) -> list[Owners]:
     return [first, owners_of(backward, then, weight.given_up, saved, held)]
 
 
-def _graph(predicted: PredictedGraph, record: GraphRecord, owners: Owners, start_s: float) -> PicturedGraph:
+def _graph(predicted: PredictedGraph, record: GraphRecord, owners: MemoryOwners, start_s: float) -> PicturedGraph:
     assert record.graph is not None
     nodes = {node.name: node for node in record.graph.nodes}
     compute = []
@@ -84,9 +92,9 @@ def _graph(predicted: PredictedGraph, record: GraphRecord, owners: Owners, start
         operator = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
         lane = "copy" if ROLE in node.meta else "compute"
         begin_s, end_s = start_s + span.start_s, start_s + span.end_s
-        compute.append(Compute(span.name, operator, module_of(node), begin_s, end_s, lane))
+        compute.append(PicturedWork(span.name, operator, module_of(node), begin_s, end_s, lane))
     collectives = tuple(
-        Collective(
+        PicturedCollective(
             one.kind, format_unit(one.unit), one.fqns, format_dtype(one.dtype), one.num_bytes,
             _bucket_bytes(one), one.group, start_s + one.launched_s, start_s + one.start_s,
             start_s + one.end_s, start_s + one.waited_s, one.seconds, one.beside_s, one.exposed_s, one.cause,
@@ -105,12 +113,12 @@ def _bucket_bytes(one: PredictedCollective) -> int:
     return one.num_bytes if one.kind == "all_reduce" else one.num_bytes * one.num_ranks
 
 
-def _others(predicted: PredictedGraph, start_s: float) -> tuple[Compute, ...]:
+def _others(predicted: PredictedGraph, start_s: float) -> tuple[PicturedWork, ...]:
     """Return the model's own collectives, and copies to and from the host."""
     ours = {one.launch for one in predicted.collectives}
     spans = [(group, span) for group, spans in predicted.timeline.groups.items() for span in spans]
     return tuple(
-        Compute(span.name, _what(group), "", start_s + span.start_s, start_s + span.end_s, group)
+        PicturedWork(span.name, _what(group), "", start_s + span.start_s, start_s + span.end_s, group)
         for group, span in spans
         if span.name not in ours
     )
@@ -120,11 +128,11 @@ def _what(lane: str) -> str:
     return "copy of an activation or a gradient" if lane in (TO_HOST, TO_DEVICE) else "collective of the model"
 
 
-def _memory(predicted: PredictedGraph, owners: Owners, start_s: float) -> Memory:
+def _memory(predicted: PredictedGraph, owners: MemoryOwners, start_s: float) -> PicturedMemory:
     at = tuple(start_s + point.at_s for point in predicted.timeline.memory)
     alive = owners.alive
     peak = alive.index(max(alive)) if alive else 0
-    return Memory(
+    return PicturedMemory(
         at=at,
         of_kind={kind: levels for kind, levels in owners.of_kind.items() if any(levels)},
         peak_s=at[peak] if at else start_s,
@@ -134,13 +142,13 @@ def _memory(predicted: PredictedGraph, owners: Owners, start_s: float) -> Memory
     )
 
 
-def _differences(step: Step) -> Iterator[Difference]:
+def _differences(step: StepRecords) -> Iterator[PicturedChanges]:
     for record in step.records:
         lines = [node_lines(record, place) for place in range(len(record.snapshots))]
         for place, one in enumerate(record.passes):
             changed = _changed(lines[place], lines[place + 1])
             more = max(len(changed) - _MOST_LINES, 0)
-            yield Difference(record.stage, one.name, one.count, one.seconds, tuple(changed[:_MOST_LINES]), more)
+            yield PicturedChanges(record.stage, one.name, one.count, one.seconds, tuple(changed[:_MOST_LINES]), more)
 
 
 def _changed(before: Sequence[str], after: Sequence[str]) -> list[str]:

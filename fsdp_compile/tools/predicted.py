@@ -22,7 +22,7 @@ _WHYS = 3  # so many exposed collectives are explained, the longest ones
 
 
 @dataclass
-class Step:
+class StepRecords:
     """The records of graphs that run one after the other."""
 
     joint: GraphRecord | None = None
@@ -80,17 +80,17 @@ def _device_of(records: Sequence[GraphRecord]) -> torch.device:
     return device
 
 
-def steps_of(records: Sequence[GraphRecord]) -> list[Step]:
+def steps_of(records: Sequence[GraphRecord]) -> list[StepRecords]:
     """Group graphs into steps, in the order of their compilation.
 
     Graphs know the plan of their step. Where several steps have one plan, for batches of other sizes, the first forward
     and the first backward belong to the first joint graph.
     """
-    steps: list[Step] = []
-    waiting: dict[tuple[str, str], list[Step]] = {}
+    steps: list[StepRecords] = []
+    waiting: dict[tuple[str, str], list[StepRecords]] = {}
     for record in records:
         if record.stage == "joint":
-            steps.append(Step(record))
+            steps.append(StepRecords(record))
             for stage in ("forward", "backward", "whole"):
                 waiting.setdefault((record.plan.id, stage), []).append(steps[-1])
             continue
@@ -98,7 +98,7 @@ def steps_of(records: Sequence[GraphRecord]) -> list[Step]:
         if known:
             known.pop(0).graphs.append(record)
         else:
-            steps.append(Step(graphs=[record]))
+            steps.append(StepRecords(graphs=[record]))
     for step in steps:
         step.graphs.sort(key=lambda one: one.stage, reverse=True)  # forward before backward
     return steps

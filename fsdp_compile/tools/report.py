@@ -11,17 +11,17 @@ from ..passes.ir.provenance import Marker, find_reduces, find_unshards
 from ..passes.wire.copies import is_copy, launch_to_host
 from .collectives import Collective, collectives_of, num_bytes_of
 from .graph_code import runnable_code
-from .predicted import Step, collectives_table
+from .predicted import StepRecords, collectives_table
 from .tables import format_bytes, format_dtype, format_unit, plural, shorten, table
 
 
 class GraphReport:
     """The record of one graph: collectives, passes, code and prediction."""
 
-    def __init__(self, record: GraphRecord, number: int, step: Step | None = None) -> None:
+    def __init__(self, record: GraphRecord, number: int, step: StepRecords | None = None) -> None:
         self.record = record
         self.number = number
-        self._step = Step(graphs=[record]) if step is None else step
+        self._step = StepRecords(graphs=[record]) if step is None else step
 
     def __repr__(self) -> str:
         return f"<{self.name}: {len(self.launches)} collectives>"

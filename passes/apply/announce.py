@@ -17,7 +17,7 @@ from ..ir.meta import ROLE, STEP, Role
 from ..ir.nodes import emit
 from ..ir.plan import Plan
 from ..wire.collectives import KIND_OF, all_gather_members, gather_members_once, is_launch
-from ..wire.ledger import GraphText, Launch, Member, begin
+from ..wire.ledger import GraphText, ListedLaunch, Member, begin
 from ..wire.lower import gather_offloaded
 from ..wire.packing import pack
 
@@ -49,12 +49,12 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
     return len(launches)
 
 
-def _as_text(launch: fx.Node, plan: Plan) -> Launch:
+def _as_text(launch: fx.Node, plan: Plan) -> ListedLaunch:
     role: Role = launch.meta[ROLE]
     bucket = plan.buckets(role.kind)[role.bucket]
     arguments = arguments_of(launch)
     kind, group, key = KIND_OF[launch.target], str(arguments["group_name"]), str(arguments.get("key", ""))
-    return Launch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members, key)
+    return ListedLaunch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members, key)
 
 
 def _input_behind(launch: fx.Node, place: int) -> fx.Node | None:

@@ -51,7 +51,7 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class Owners:
+class MemoryOwners:
     """The memory of one graph, as Inductor compiles it, with what its callers hold."""
 
     events: tuple[str, ...]  # the nodes at which memory was counted: all calls
@@ -71,7 +71,7 @@ def owners_of(
     given_up: Collection[str] = (),
     kinds: Mapping[str, str] | None = None,
     held: Sequence[Owned] | None = None,
-) -> Owners:
+) -> MemoryOwners:
     """Return the memory of a graph by kinds and owners.
 
     ``kinds`` tells what those inputs hold that another graph made; ``held`` is alive throughout. Without ``held``, what
@@ -86,7 +86,7 @@ def owners_of(
             told = (kinds or {}).get(storage.node.name)
             is_callers = found[storage] in (ACTIVATION, OTHER) and storage not in given
             found[storage] = told or (INPUT if is_callers else found[storage])
-    nodes, names = list(graph.nodes), _Names(graph, plan)
+    nodes, names = list(graph.nodes), _StorageNames(graph, plan)
 
     def owned(life: Lifetime) -> Owned:
         storage = life.storage
@@ -105,7 +105,7 @@ def owners_of(
     there = [owned(life) for life in own if life.first <= peak <= life.last and life.storage.num_bytes]
     ordered = sorted((*callers, *there), key=lambda one: -one.num_bytes)
     events = tuple(nodes[place].name for place in calls)
-    return Owners(events, of_kind, tuple(ordered), callers, names.at(nodes[peak]) if calls else "")
+    return MemoryOwners(events, of_kind, tuple(ordered), callers, names.at(nodes[peak]) if calls else "")
 
 
 def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_results: int) -> dict[str, str]:
@@ -122,7 +122,7 @@ def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_resu
     return said
 
 
-class _Names:
+class _StorageNames:
     """The parameters and modules that the storages of a graph belong to."""
 
     def __init__(self, graph: fx.Graph, plan: Plan) -> None:

@@ -25,7 +25,7 @@ from ..wire.collectives import KIND_OF, is_launch, is_wait
 from .events import events_of
 from .memory import GraphMemory, memories_of, memory_curve, saved_by, weigh
 from .profiles import HardwareProfile
-from .replay import QUEUED, SHARED, Event, Flight, Timeline, as_ms, simulate
+from .replay import QUEUED, SHARED, Event, ReplayedCollective, Timeline, as_ms, simulate
 from .roofline import Groups
 from .verdicts import COMPUTE, HIDDEN, MEMORY, Verdict, Verdicts
 
@@ -193,7 +193,7 @@ def _given_back(residency: Mapping[str, Residency]) -> set[str]:
 
 
 def _judged(
-    flight: Flight, verdicts: Verdicts, landmarks: _Landmarks, bucket: Bucket, given_back: set[str]
+    flight: ReplayedCollective, verdicts: Verdicts, landmarks: _Landmarks, bucket: Bucket, given_back: set[str]
 ) -> tuple[str, str]:
     """Return what keeps a collective from being hidden, and say it with the model's names."""
     behind, _ = landmarks.around_name(flight.name)

@@ -73,7 +73,7 @@ class Span:
 
 
 @dataclass
-class Flight:
+class ReplayedCollective:
     """A collective, from its launch to the wait for it."""
 
     launch: Launch
@@ -124,9 +124,9 @@ class Timeline:
     copy_s: float  # part of ``compute_s``: packing and unpacking
     compute: tuple[Span, ...]
     groups: Mapping[str, tuple[Span, ...]]
-    exposed: tuple[Flight, ...]  # in the order of the waits
+    exposed: tuple[ReplayedCollective, ...]  # in the order of the waits
     memory: tuple[Point, ...]  # one for each event
-    flights: Mapping[str, Flight]  # by the collectives' names, in the order of launch
+    flights: Mapping[str, ReplayedCollective]  # by the collectives' names, in the order of launch
 
     @property
     def exposed_s(self) -> float:
@@ -156,8 +156,8 @@ class Lanes:
 
     def __init__(self) -> None:
         self.now_s = 0.0  # computation
-        self._queues: dict[str, deque[Flight]] = {}  # by group; the first one of each runs
-        self._running: list[Flight] = []
+        self._queues: dict[str, deque[ReplayedCollective]] = {}  # by group; the first one of each runs
+        self._running: list[ReplayedCollective] = []
 
     def compute(self, seconds: float) -> None:
         """Go on until so much is computed, slowed down by what runs beside it."""
@@ -171,7 +171,7 @@ class Lanes:
             self._land(turn_s)
         self.now_s += seconds
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, flight: ReplayedCollective) -> None:
         """Begin a collective now, or when those before it in its lane have ended."""
         self._land(self.now_s)
         queue = self._queues.setdefault(flight.launch.group, deque())
@@ -180,7 +180,7 @@ class Lanes:
         if queue[0] is flight:
             self._begin(flight)
 
-    def wait(self, flight: Flight) -> None:
+    def wait(self, flight: ReplayedCollective) -> None:
         """Let time pass until a collective has ended."""
         while not flight.landed:
             self._land(min(one.end_s for one in self._running))
@@ -198,16 +198,16 @@ class Lanes:
             if queue:
                 self._begin(queue[0])
 
-    def _begin(self, flight: Flight) -> None:
+    def _begin(self, flight: ReplayedCollective) -> None:
         others = self._on(flight.launch.link)
         self._share(others, len(others) + 1, len(others))
         flight.start_s, flight.end_s = self.now_s, self.now_s + (len(others) + 1) * flight.launch.seconds
         self._running.append(flight)
 
-    def _on(self, link: str) -> list[Flight]:
+    def _on(self, link: str) -> list[ReplayedCollective]:
         return [one for one in self._running if link and one.launch.link == link]
 
-    def _share(self, flights: Iterable[Flight], number: int, before: int) -> None:
+    def _share(self, flights: Iterable[ReplayedCollective], number: int, before: int) -> None:
         """Have so many collectives share the link of these from now on."""
         for one in flights:
             one.end_s = self.now_s + (one.end_s - self.now_s) * number / before
@@ -218,8 +218,8 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     events = list(events)
     lanes, compute_s, copy_s = Lanes(), 0.0, 0.0
     compute: list[Span] = []
-    flights: dict[str, Flight] = {}
-    exposed: list[Flight] = []
+    flights: dict[str, ReplayedCollective] = {}
+    exposed: list[ReplayedCollective] = []
     ran: dict[str, int] = {}  # places of computes, and of the waits for collectives
     stood: set[int] = set()  # places of waits that took time
     memory = _Memory(held_bytes)
@@ -238,7 +238,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             ran[event.name] = place
         elif isinstance(event, Launch):
             _require_launch(event, flights, ran)
-            flights[event.name] = Flight(event, place, lanes.now_s, compute_s)
+            flights[event.name] = ReplayedCollective(event, place, lanes.now_s, compute_s)
             lanes.launch(flights[event.name])
         else:
             if event.name not in flights:
@@ -269,7 +269,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
 
 
 def _why_exposed(
-    flight: Flight, events: Sequence[Event], ran: Mapping[str, int], stood: Collection[int]
+    flight: ReplayedCollective, events: Sequence[Event], ran: Mapping[str, int], stood: Collection[int]
 ) -> tuple[str, str]:
     """Return why computation waits that long for a collective: the reason, and its details."""
     takes = f"it takes {as_ms(flight.launch.seconds)} and {as_ms(flight.beside_s)} of compute stand beside it"
@@ -288,7 +288,7 @@ def _computes(event: Event) -> bool:
     return isinstance(event, Compute) and event.seconds > 0 and not event.is_copy
 
 
-def _require_launch(launch: Launch, flights: Mapping[str, Flight], ran: Mapping[str, int]) -> None:
+def _require_launch(launch: Launch, flights: Mapping[str, ReplayedCollective], ran: Mapping[str, int]) -> None:
     _require_seconds(launch.name, launch.seconds)
     if launch.name in flights:
         raise ValueError(f"{launch.name} is launched twice. Give each collective a name of its own.")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ir.plan import as_size
-from .replay import Compute, Event, Flight, Launch, Timeline, Wait, as_ms, simulate
+from .replay import Compute, Event, Launch, ReplayedCollective, Timeline, Wait, as_ms, simulate
 
 HIDDEN, COMPUTE, MEMORY, DEPENDENCY, ORDER = "hidden", "compute", "memory", "dependency", "order"
 
@@ -52,7 +52,7 @@ class Verdicts:
         self._waited = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Wait)}
         self._total_s = simulate(self._short).total_s
 
-    def of(self, flight: Flight, behind: str = "") -> Verdict:
+    def of(self, flight: ReplayedCollective, behind: str = "") -> Verdict:
         """Return why computation waits for it; ``behind`` names what is computed last before its launch, if any."""
         tried = [self._try(flight.launch, place) for place in self._earlier(flight.launch)]
         worth = [one for one in tried if one.saves_s > _WORTH * flight.exposed_s]

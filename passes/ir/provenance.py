@@ -93,7 +93,7 @@ def num_units_of(gathers: Iterable[Marker]) -> int:
     return sum(max(map(len, of_unit.values())) for of_unit in shards.values())
 
 
-def annotate(graph: fx.Graph) -> None:
+def name_gathers(graph: fx.Graph) -> None:
     """Write absolute names on the gathers of a graph that was not cut: all readers are there, with their paths."""
     by_shard: dict[fx.Node, list[fx.Node]] = {}
     for node in unshard_nodes(graph):

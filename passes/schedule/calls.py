@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..ir.provenance import Marker, annotate, annotate_reductions, calls_around, find_unshards, put_in_use
+from ..ir.provenance import Marker, annotate_reductions, calls_around, find_unshards, name_gathers, put_in_use
 from ..wire.spec import with_part
 from .buckets import gather_buckets
 from .uses import first_read, outermost, units_around
@@ -49,7 +49,7 @@ class _Unit:
 
 def name_markers(graph: fx.Graph) -> None:
     """Name all markers of a graph that was not cut: by parameter, unit and use."""
-    annotate(graph)
+    name_gathers(graph)
     _number_uses(graph)
     annotate_reductions(graph)
 

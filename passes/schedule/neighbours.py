@@ -33,7 +33,7 @@ def with_neighbours(uses: Sequence[Use], small_end: int) -> list[Use]:
     units = by_unit(uses)
     launched = max if small_end else min
     in_order = sorted(units, key=lambda unit: launched(one.turn for one in units[unit]))
-    groups = groups_of({unit: [one.spec for one in units[unit]] for unit in in_order}, small_end)
+    groups = neighbours_among({unit: [one.spec for one in units[unit]] for unit in in_order}, small_end)
     return [
         dataclasses.replace(
             one, unit=_called(group), spec=dataclasses.replace(one.spec, order=number * _MOST + one.spec.order)
@@ -44,7 +44,7 @@ def with_neighbours(uses: Sequence[Use], small_end: int) -> list[Use]:
     ]
 
 
-def groups_of(
+def neighbours_among(
     units: Mapping[str, Sequence[ParamSpec]], small_end: int, asking: Collection[str] = (NEIGHBOURS,)
 ) -> list[list[str]]:
     """Group units, given in the order of their turns, that travel together: all their parameters must ask for it."""

@@ -36,7 +36,7 @@ from ..ir.plan import Bucket, Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes, whole_of
 from ..wire.spec import ParamSpec
 from .activations import compute_again
-from .schedule import Sent, launches
+from .schedule import SentParam, launches
 from .slices import slice_these
 from .structure import structure_of
 from .uses import Use, first_read
@@ -237,7 +237,7 @@ def _present(planned: Plan, unshards: Sequence[Marker], reduces: Sequence[Marker
     return only(planned, unshards, reduces)
 
 
-def only(plan: Plan, unshards: Sequence[Sent], reduces: Sequence[Sent]) -> Plan:
+def only(plan: Plan, unshards: Sequence[SentParam], reduces: Sequence[SentParam]) -> Plan:
     """The plan with nothing but these in its buckets."""
     gathers, kept_gathers = _those_present(plan.gathers, unshards, lambda spec: spec.gather_bytes)
     reductions, kept_reductions = _those_present(plan.reduces, reduces, lambda spec: spec.reduce_bytes)
@@ -247,7 +247,7 @@ def only(plan: Plan, unshards: Sequence[Sent], reduces: Sequence[Sent]) -> Plan:
 
 
 def _those_present(
-    buckets: Sequence[Bucket], found: Sequence[Sent], num_bytes: Callable[[ParamSpec], int]
+    buckets: Sequence[Bucket], found: Sequence[SentParam], num_bytes: Callable[[ParamSpec], int]
 ) -> tuple[tuple[Bucket, ...], dict[int, int]]:
     """The buckets less what was not found, and where each bucket that is left was and is."""
     specs = {one.fqn: one.spec for one in found}

@@ -27,7 +27,7 @@ from .uses import Turn, Use, by_unit, outermost, units_around
 _GATHERS, _REDUCTIONS, _BEHIND = 0, 1, 2
 
 
-class Sent(Protocol):
+class SentParam(Protocol):
     """A parameter in a bucket."""
 
     @property
@@ -129,7 +129,7 @@ def _order(
     return tuple((kind, index) for _, _, kind, index in sorted(events))
 
 
-def bucket_of(kind: str, unit: str, members: Sequence[Sent]) -> Bucket:
+def bucket_of(kind: str, unit: str, members: Sequence[SentParam]) -> Bucket:
     """Return what travels in one all-gather, or in one reduction."""
     specs = [one.spec for one in members]
     first, is_gather = specs[0], kind == "gather"

@@ -87,7 +87,7 @@ def _once(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if out is None:
             out = gather(sent, group_size, group_name)
             if stays:
-                kept.keep(owners, key, out)
+                kept.keep_bucket(owners, key, out)
         return out.detach()
 
     return kernel

@@ -7,8 +7,8 @@
 
 So one graph serves all micro-batches. Whether a bucket stays depends on the unit's settings and on whether gradients
 are synchronized, and whether it is stale on how often shards were written to: both are equal on all ranks, so all of
-them launch or none. ``begin`` (ledger.py) calls ``follow`` before a graph's first launch, for all of them, since what
-it records has to leave out the launches that send nothing.
+them launch or none. ``begin`` (ledger.py) calls ``free_stale`` before a graph's first launch, for all of them, since
+what it records has to leave out the launches that send nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
 _at: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()  # by the addresses of their shards
 
 
-def follow(addresses: Iterable[int]) -> None:
+def free_stale(addresses: Iterable[int]) -> None:
     """Free what is stale of the units with shards at these addresses."""
     for address in addresses:
         keeper = _at.get(address)
@@ -80,7 +80,7 @@ def take(owners: Sequence[Tensor], key: str, stays: bool) -> Tensor | None:
     return bucket
 
 
-def keep(owners: Sequence[Tensor], key: str, gathered: Tensor) -> None:
+def keep_bucket(owners: Sequence[Tensor], key: str, gathered: Tensor) -> None:
     """Have a bucket stay, if all its units keep what they gather now."""
     keepers = [_at.get(shard.data_ptr()) for shard in owners]
     if all(keeper is not None and keeper.keeps() for keeper in keepers):

@@ -61,7 +61,7 @@ class Member(NamedTuple):
     fqn: str  # in its unit; followed by a colon and the number of the part, if an extension sends parts
 
 
-class Launch(NamedTuple):
+class ListedLaunch(NamedTuple):
     """One collective of a graph, as the graph's text lists it."""
 
     kind: str
@@ -81,7 +81,7 @@ class GraphText:
     step: str  # the id of the plan of the step
     # The parameters whose shards ``begin`` is given, one for each unit that is gathered, each with its name.
     firsts: tuple[tuple[str, Member], ...]
-    launches: tuple[Launch, ...]
+    launches: tuple[ListedLaunch, ...]
     plan: str = ""  # the packed plan of the step, or of a graph that was planned for itself
 
     @property
@@ -100,9 +100,9 @@ class GraphText:
         return cls(stage, step, named, _launches(rows), plan)
 
 
-def _launches(rows: Iterable[Any]) -> tuple[Launch, ...]:
+def _launches(rows: Iterable[Any]) -> tuple[ListedLaunch, ...]:
     return tuple(
-        Launch(kind, group, dtype, num_bytes, tuple(names), tuple(starmap(Member, members)), key)
+        ListedLaunch(kind, group, dtype, num_bytes, tuple(names), tuple(starmap(Member, members)), key)
         for kind, group, dtype, num_bytes, names, members, key in rows
     )
 
@@ -126,7 +126,7 @@ class _Text:
         """Return the text of the launches that will send something, as the buckets of the others are here."""
         if not self._may_be_here:
             return self
-        kept.follow(addresses)
+        kept.free_stale(addresses)
         here = tuple(
             launch
             for launch, (key, shards) in self._may_be_here.items()

@@ -29,7 +29,7 @@ from .collectives import KIND_OF, all_gather_members, all_gather_of, c10d, reduc
 from .copies import let_inductor_see_copies, to_device, to_host
 from .layout import ShardLayout, places_of_members, sends_members
 from .ledger import note
-from .packing import Sent, copied, pack
+from .packing import Packing, copied, pack
 from .spec import ParamSpec, define_op
 from .sums import sum_of_parts
 
@@ -51,7 +51,7 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
     """Pack one bucket of local shards and start its all-gather; specs agree on dtype and group."""
     dims, lengths = [spec.dim for spec in specs], [spec.layout.chunk for spec in specs]
     first = specs[0]
-    how = Sent(dims, lengths, first.dtype, first.device, first.backend, first.num_shards, first.group)
+    how = Packing(dims, lengths, first.dtype, first.device, first.backend, first.num_shards, first.group)
     if how.num_shards > 1:
         call(note, "all_gather", specs, how.group, shards[0])
         if how.device:
@@ -59,7 +59,7 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
     return send(call, shards, how)
 
 
-def send(call: Call, shards: Sequence[Any], how: Sent) -> Any:
+def send(call: Call, shards: Sequence[Any], how: Packing) -> Any:
     """Copy, cast, pad and pack local shards, and start their all-gather; of one rank, return what would be sent."""
     # Offloaded shards are copied to the device as they are stored, each by itself: a cast or a cat before that would be
     # work for the CPU, which has a tenth of the device's bandwidth and may be busy launching.
@@ -83,7 +83,7 @@ def send(call: Call, shards: Sequence[Any], how: Sent) -> Any:
 
 def launch_beside(call: Call, shards: Sequence[Any], *sent: Any) -> Any:
     """Execute ``gather_offloaded``, each of its ops by ``call``, on the stream TO_DEVICE (streams.py)."""
-    how = Sent(*sent)
+    how = Packing(*sent)
     with streams.Aside(streams.accelerator.beside(streams.TO_DEVICE, torch.device(how.device))) as work:
         launched = send(call, shards, how)
     for one in launched if isinstance(launched, list) else [launched]:
@@ -97,7 +97,7 @@ def _gather_offloaded_kernel(shards: Sequence[torch.Tensor], *sent: Any) -> torc
 
 
 def _gather_offloaded_fake(shards: Sequence[torch.Tensor], *sent: Any) -> torch.Tensor:
-    launched: torch.Tensor = send(lambda op, *args: op(*args), shards, Sent(*sent))
+    launched: torch.Tensor = send(lambda op, *args: op(*args), shards, Packing(*sent))
     return launched
 
 

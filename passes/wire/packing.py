@@ -21,7 +21,7 @@ from .._torch_compat import kernels as kernels_compat
 from .spec import define_op
 
 
-class Sent(NamedTuple):
+class Packing(NamedTuple):
     """How a bucket of local shards is sent."""
 
     dims: Sequence[int]  # of each member: the dimension that is cut,
