@@ -126,7 +126,7 @@ def test_a_name_has_one_meaning() -> None:
     defined: dict[str, list[str]] = {}
     for name, tree in TREES.items():
         for node in tree.body:
-            is_ours = isinstance(node, ast.ClassDef) or isinstance(node, ast.FunctionDef) and node.name[0] != "_"
+            is_ours = isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and node.name[0] != "_")
             if is_ours and node.name not in ("main", "work"):
                 defined.setdefault(node.name, []).append(name)
     assert {one: modules for one, modules in defined.items() if len(modules) > 1} == {}

@@ -111,6 +111,11 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that this one is a part of, or itself (``_get_root_mesh``: 2.11 to 2.15)."""
+    return mesh._get_root_mesh()
+
+
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Join the named dimensions into one, with a new group, once a mesh (``DeviceMesh._flatten``: 2.11 to 2.15)."""
     return mesh[names]._flatten("_".join(names))

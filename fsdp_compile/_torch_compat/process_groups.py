@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -28,17 +31,38 @@ def group_for(purpose: str, ranks: Sequence[int], backend: str | None = None) ->
     """Return a process group of our own for one purpose, made once; its ranks call this together, others need not.
 
     It is found again in c10d by its description. So a world that was set up anew has its own, and no group that was
-    destroyed is held. ``_world.pg_map``, ``group_desc``: 2.11 to 2.15.
+    destroyed is held. It also has its name by that: torch's would depend on the groups that a rank is in (2.11) or
+    made before, and would count this one, so that others that all ranks make later had other names (2.15).
+    ``_world.pg_map``, ``group_desc``: 2.11 to 2.15.
     """
+    c10d = torch.distributed.distributed_c10d
     described = f"fsdp_compile: {purpose} of the ranks {list(ranks)} on {backend or 'the default'}"
-    for known in torch.distributed.distributed_c10d._world.pg_map:
+    for known in c10d._world.pg_map:
         if known.group_desc == described:
             return known
-    made = torch.distributed.new_group(
-        list(ranks), backend=backend, use_local_synchronization=True, group_desc=described
-    )
+    _let_groups_be_named()
+    named = _name.set(hashlib.sha256(described.encode()).hexdigest())
+    try:
+        made = c10d.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc=described)
+    finally:
+        _name.reset(named)
     assert isinstance(made, torch.distributed.ProcessGroup)
     return made
+
+
+_name: ContextVar[str] = ContextVar("the name of the group that is made", default="")
+
+
+@functools.cache
+def _let_groups_be_named() -> None:
+    """Have c10d ask ``_name`` before it makes up the name of a group (``_process_group_name``: 2.11 to 2.15)."""
+    c10d: Any = torch.distributed.distributed_c10d
+    made_up = c10d._process_group_name
+
+    def name(ranks: Any, use_hashed_name: bool) -> Any:
+        return _name.get() or made_up(ranks, use_hashed_name)
+
+    c10d._process_group_name = name
 
 
 def abort_all() -> None:

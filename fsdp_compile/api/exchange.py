@@ -166,7 +166,7 @@ class Slab:
         """What arrives, padding included."""
         lengths = [self.numel(rank) for rank in self.rows]
         padded = max(lengths, default=0) * len(lengths)
-        return (padded if padded <= 2 * sum(lengths) else sum(lengths)) * self.whole.dtype.itemsize
+        return (padded if padded < 2 * sum(lengths) else sum(lengths)) * self.whole.dtype.itemsize
 
     def is_in_order(self, ranks: Sequence[int]) -> bool:
         """Whether the parts of these ranks, one behind the other, are its piece."""
@@ -277,7 +277,7 @@ class WindowInFlight:
             self._works.append(collective(*as_bytes, group=whole.group, async_op=True, **settings))
 
         longest, total = max(lengths), sum(lengths)
-        is_padded = whole.dst is None and longest * len(ranks) <= 2 * total
+        is_padded = whole.dst is None and longest * len(ranks) < 2 * total
         own = [slab.whole.own_rows(slab.rows[rank]) for slab in slabs]
         flat = [part.to(whole.device, whole.dtype).reshape(-1) for part in own]
         padding = (longest if is_padded else lengths[ranks.index(rank)]) - sum(map(len, flat))

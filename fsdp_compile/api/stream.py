@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import process_groups, subclasses
+from .._torch_compat import dtensors, process_groups, subclasses
 from ..core.mesh import device_of_type
 from ..core.parts import write_part
 from ..core.unit import units_in
@@ -65,12 +65,12 @@ def stream_full_params(
         engine.load_weights([(name, tensor)])
 
     These are the parameters, and the buffers that are saved, under the names of the model that was never sharded. Tied
-    ones are gathered once, and come under each of their names. What is not sharded comes as it is, and shares the
-    model's memory unless it is cast.
+    ones are gathered once, and the same tensor comes under each of their names. What one rank has all of, as in a model
+    on a single rank, comes as it is, and shares the model's memory unless it is cast.
 
     **max_bytes** counts the tensor that the caller has, the next one, and what is on its way, which takes half of it.
-    So a parameter of more than a quarter takes more; with **pieces**, it comes in pieces along dim 0 instead, one
-    after another under its name. **dtype** casts floating-point tensors before they are sent. **device**
+    So a parameter of more than a quarter takes more; with **pieces**, it comes in pieces along dim 0 instead, of a row
+    or more, one after another under its name. **dtype** casts floating-point tensors before they are sent. **device**
     is where tensors go, by default where they are gathered. **names** chooses some, in an order of their own. With
     **dst**, that rank alone gets values, and they are sent to it alone; tensors of other ranks are on the meta device.
     With **merge_adapters**, a model of PEFT comes as its base model, with its active adapters merged. The model itself
@@ -86,8 +86,8 @@ def stream_full_params(
         most = bytes_of("max_bytes", max_bytes)
         if dst is not None and (isinstance(dst, bool) or dst not in ranks.members):
             raise ValueError(f"stream_full_params: dst={dst!r} is none of the model's ranks, {ranks.members}.")
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"stream_full_params: dtype is {dtype}. Pass a floating-point dtype.")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"stream_full_params: dtype is {dtype!r}. Pass a floating-point dtype of torch.")
         require_shards(units_in(model), "stream weights")
         tensors, makes = saved_tensors(model), {}
         if merge_adapters:
@@ -164,7 +164,10 @@ class Ranks:
     def of(cls, model: nn.Module, function: str) -> Ranks:
         meshes = {one.device_mesh for one in saved_tensors(model).values() if isinstance(one, DTensor)}
         meshes |= {param.shard.device_mesh for unit in units_in(model) for param in unit.params}  # type: ignore[attr-defined]
-        members = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+        ranks = [{*mesh.mesh.flatten().tolist()} for mesh in meshes]
+        if set().union(*ranks) not in ranks:  # each mesh has ranks that another lacks, so others know other meshes
+            ranks = [{*dtensors.root_mesh(mesh).mesh.flatten().tolist()} for mesh in meshes]
+        members = sorted(set().union(*ranks))
         if len(members) < 2:
             return cls(function, [this_rank()], None, torch.device("cpu"), is_over=True)
         everywhere = len(members) == dist.get_world_size()
@@ -239,6 +242,7 @@ def load_full_params(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *,
         try:
             for name, value in tensors if src is None or ranks.group is None else _from_one(tensors, src, ranks):
                 loader.write(name, value)
+            loader.require_whole()
         except BaseException:
             close = getattr(tensors, "close", None)
             if close is not None:  # a stream ends on all ranks before they say what they raised
@@ -258,6 +262,15 @@ class Loader:
     @property
     def missing(self) -> list[str]:
         return [name for name, tensor in self._tensors.items() if id(tensor) not in self._came]
+
+    def require_whole(self) -> None:
+        """Raise for a tensor of which some rows came, and not the others."""
+        for name, rows in self._rows.items():
+            if rows:
+                raise ValueError(
+                    f"load_full_params: {rows} of the {self._tensors[name].shape[0]} rows of {name} came, and the "
+                    "others did not. Pass full tensors, or all pieces along dim 0."
+                )
 
     def write(self, name: str, value: Tensor) -> None:
         """Copy this rank's part of a full tensor, or of its next rows."""

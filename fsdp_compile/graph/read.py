@@ -102,7 +102,7 @@ def make(eager_read):
         mesh = self.{mesh} if watch.takes_mesh(fqn) else None
         if takes is not None:
             names = watch.names(fqn)
-            param = takes, self.{local} if names is None else taken_apart(self.{local}, names), self.{edge}
+            param = takes, self.{local} if names is None else named_parts(self.{local}, names), self.{edge}
         if torch.is_grad_enabled() or not watch.records():
             full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
         else:
