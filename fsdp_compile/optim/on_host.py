@@ -185,7 +185,9 @@ class StatesOnHost(UpdatingOptimizer):
         streams.wait_on_cpu()
 
     def _is_moved(self, tensor: Tensor) -> bool:
-        return tensor.ndim > 0 and _num_bytes(tensor) >= self._least_bytes
+        local = local_of(tensor)
+        can_be = type(local) is Tensor or subclasses.is_traceable(local)  # else nothing tells what a tensor is made of
+        return can_be and tensor.ndim > 0 and _num_bytes(tensor) >= self._least_bytes
 
     def _bytes_of(self, state: Any) -> int:
         return sum(_num_bytes(one) for one in tensors_in(state) if self._is_moved(one))
