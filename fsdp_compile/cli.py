@@ -91,9 +91,9 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    if arguments.dim % DemoSettings.head_dim:
-        its = DemoSettings.head_dim
-        print(f"--dim {arguments.dim} is not a multiple of {its}, the size of a head.", file=sys.stderr)
+    head_dim = DemoSettings.head_dim
+    if arguments.dim % head_dim:
+        print(f"--dim {arguments.dim} is not a multiple of {head_dim}, the size of a head.", file=sys.stderr)
         return 2
     settings = DemoSettings(
         ranks=arguments.ranks,

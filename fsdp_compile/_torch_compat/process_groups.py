@@ -31,8 +31,9 @@ def group_for(purpose: str, ranks: Sequence[int], backend: str | None = None) ->
     """Return a process group of our own for one purpose, made once; its ranks call this together, others need not.
 
     It is found again in c10d by its description. So a world that was set up anew has its own, and no group that was
-    destroyed is held. It also has its name by that: torch's would depend on the groups that a rank is in (2.11) or
-    made before, and would count this one, so that others that all ranks make later had other names (2.15).
+    destroyed is held. Its name is made of the description as well. The name that torch makes up depends on how many
+    groups a rank is in (2.11), or has made (2.15). So its ranks could have different names for it, and a group that all
+    ranks of the world make later would have another name on the ranks that made this one.
     ``_world.pg_map``, ``group_desc``: 2.11 to 2.15.
     """
     c10d = torch.distributed.distributed_c10d

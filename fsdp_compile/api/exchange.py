@@ -165,8 +165,8 @@ class Slab:
     def num_bytes(self) -> int:
         """What arrives, padding included."""
         lengths = [self.numel(rank) for rank in self.rows]
-        padded = max(lengths, default=0) * len(lengths)
-        return (padded if padded < 2 * sum(lengths) else sum(lengths)) * self.whole.dtype.itemsize
+        numel = max(lengths) * len(lengths) if _is_padded(lengths) else sum(lengths)
+        return numel * self.whole.dtype.itemsize
 
     def is_in_order(self, ranks: Sequence[int]) -> bool:
         """Whether the parts of these ranks, one behind the other, are its piece."""
@@ -182,8 +182,13 @@ class Slab:
         return made[place]
 
 
+def _is_padded(lengths: Sequence[int]) -> bool:
+    """Whether parts of these lengths are padded to the longest one: not if that would double what travels."""
+    return max(lengths, default=0) * len(lengths) < 2 * sum(lengths)
+
+
 def windows_of(wholes: Iterable[Whole], most: int, in_pieces: bool) -> Iterator[list[Slab]]:
-    """Yield slabs of at most ``most`` bytes together, in order, or a larger one alone."""
+    """Yield lists of slabs, in order: a list has at most ``most`` bytes, or a single slab that is larger."""
     window: list[Slab] = []
     filled = 0
     for slab in (slab for whole in wholes for slab in whole.slabs(most, in_pieces)):
@@ -202,7 +207,7 @@ def landed(
 ) -> Iterator[tuple[Slab, Tensor | None]]:
     """Yield tensors that became whole, or their pieces; None where they are not sent. ``ask`` runs before a launch.
 
-    While a window is used, the next one is on its way, if both are at most ``most`` bytes.
+    While the caller uses one window, the next one is on its way, if the two have at most ``most`` bytes together.
     """
     flights: list[WindowInFlight] = []
     made: Tensor | None = None
@@ -277,7 +282,7 @@ class WindowInFlight:
             self._works.append(collective(*as_bytes, group=whole.group, async_op=True, **settings))
 
         longest, total = max(lengths), sum(lengths)
-        is_padded = whole.dst is None and longest * len(ranks) < 2 * total
+        is_padded = whole.dst is None and _is_padded(lengths)
         own = [slab.whole.own_rows(slab.rows[rank]) for slab in slabs]
         flat = [part.to(whole.device, whole.dtype).reshape(-1) for part in own]
         padding = (longest if is_padded else lengths[ranks.index(rank)]) - sum(map(len, flat))

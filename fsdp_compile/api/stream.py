@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors, process_groups, subclasses
@@ -164,10 +165,9 @@ class Ranks:
     def of(cls, model: nn.Module, function: str) -> Ranks:
         meshes = {one.device_mesh for one in saved_tensors(model).values() if isinstance(one, DTensor)}
         meshes |= {param.shard.device_mesh for unit in units_in(model) for param in unit.params}  # type: ignore[attr-defined]
-        ranks = [{*mesh.mesh.flatten().tolist()} for mesh in meshes]
-        if set().union(*ranks) not in ranks:  # each mesh has ranks that another lacks, so others know other meshes
-            ranks = [{*dtensors.root_mesh(mesh).mesh.flatten().tolist()} for mesh in meshes]
-        members = sorted(set().union(*ranks))
+        members = _ranks_in(meshes)
+        if all(_ranks_in([mesh]) != members for mesh in meshes):  # then other ranks know meshes that this one does not
+            members = _ranks_in(map(dtensors.root_mesh, meshes))
         if len(members) < 2:
             return cls(function, [this_rank()], None, torch.device("cpu"), is_over=True)
         everywhere = len(members) == dist.get_world_size()
@@ -209,6 +209,10 @@ class Ranks:
         left = int(said.item())
         self.is_over = left != 0
         return left
+
+
+def _ranks_in(meshes: Iterable[DeviceMesh]) -> list[int]:
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
 @torch.no_grad()

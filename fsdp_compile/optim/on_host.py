@@ -95,7 +95,7 @@ class StatesOnHost(UpdatingOptimizer):
     ) -> list[float]:
         """Return the bytes of each state for an element of a parameter, by those that the class gives a small one.
 
-        It is not too small for torchao, whose states have 8 bits an element from 4,096 elements on, and a table.
+        The small one has enough elements for torchao's 8-bit states, which are float32 below 4,096 elements.
         """
         like = nn.Parameter(torch.zeros((256,) * ndim, dtype=dtype, device=device))
         like.grad = torch.zeros_like(like)

@@ -156,9 +156,10 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
     assert decision.choice is not None
     choice = dataclasses.replace(decision.choice, rank=rank)
     if not choice.is_met:
-        shards = _shards_of(choice.chosen.peak_bytes - choice.budget_bytes, graph)
-        on_cpu = f"have {shards} on the CPU (CPUOffloadPolicy)"
-        helps = on_cpu if OFFLOAD in budget.may else f"add {OFFLOAD!r} to may"
+        helps = f"add {OFFLOAD!r} to may"
+        if OFFLOAD in budget.may:
+            shards = _shards_of(choice.chosen.peak_bytes - choice.budget_bytes, graph)
+            helps = f"have {shards} on the CPU (CPUOffloadPolicy)"
         warnings.warn(
             f"memory_budget is {as_size(choice.budget_bytes)} ({choice.budget_bytes:,} bytes), and the smallest plan "
             f"of this step needs {as_size(choice.chosen.peak_bytes)} ({choice.chosen.peak_bytes:,} bytes): "
@@ -170,7 +171,10 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
 
 
 def _shards_of(num_bytes: int, graph: fx.Graph) -> str:
-    """Say of how many units the shards have so many bytes; two units' are on the device while they are gathered."""
+    """Say how many units, the largest first, have so many bytes of shards beside those of two units.
+
+    Shards on the CPU are copied to the device one unit ahead of their gather, so it has those of two units at a time.
+    """
     by_unit: dict[str, dict[fx.Node, int]] = {}
     for one in find_unshards(graph):
         if one.shard.meta["val"].device == one.node.meta["val"].device:
