@@ -7,8 +7,9 @@ stacked matrices of Mixtral's 8 experts are sharded over their rows: over 64 ran
 With `--within-memory`, no row is checkpointed, and its batch is doubled until it does not fit. Then the row says what a
 budget of the whole memory makes of it, where gathers, recomputation and offloading are chosen among, and what FSDP2
 takes with every layer checkpointed and CPUOffloadPolicy. Gathers then copy shards from the host first, and reductions
-copy gradients to the host last. Seconds are of forward and backward: FSDP2's optimizer on the host is not counted. Two
-more rows are of one machine, where the optimizer's states may be on the host as well: there, our optimizer is counted.
+copy gradients to the host last. Seconds are of forward and backward: FSDP2's optimizer on the host is not counted. Four
+more rows are of one machine, where the optimizer's states and layers' shards may be on the host as well: there, our
+optimizer is counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, H
 from fsdp_compile.forecast.joint import FULL, NONE
 from fsdp_compile.forecast.target import find_target
 from fsdp_compile.passes import load_profile
-from fsdp_compile.passes.budget.residency import MAY
+from fsdp_compile.passes.budget.residency import MAY, SHARDS
 from fsdp_compile.passes.cost import events
 from fsdp_compile.passes.cost.profiles import HardwareProfile
 from fsdp_compile.passes.cost.roofline import Group, copy_seconds, launch_seconds, sent_by
@@ -50,7 +51,9 @@ from fsdp_compile.passes.wire.spec import ParamSpec
 _CONFIGS = Path(__file__).parent.parent / "examples" / "plan"
 _EVERYTHING = 1 << 60
 _COLUMNS = "FSDP2 ms", "exposed", "GiB", "ours ms", "exposed", "GiB", "time", "memory"
-_WITHIN = "needs GiB", "ms", "has", "takes", "ms", "again", "host", "link ms", "FSDP2 GiB", "ms", "exposed", "time"
+_WITHIN = (
+    "needs GiB", "ms", "has", "takes", "ms", "again", "host", "link ms", "shards", "FSDP2 GiB", "ms", "exposed", "time"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ ROWS = (
 ON_ONE_MACHINE = (
     Row("llama-3-70b", (8,), "h200", optimizer="adamw-on-host"),
     Row("mixtral-8x7b", (8,), "h100", optimizer="adamw-on-host"),
+    Row("llama-3-70b", (4,), "h200", optimizer="adamw-on-host"),
+    Row("llama-3-70b", (2,), "h200", optimizer="adamw-on-host"),
 )
 
 
@@ -155,7 +160,8 @@ def within_memory(row: Row) -> tuple[Row, list[str]]:
     while (plain := forecast(row)).fits and not plain.states_away:
         row = dataclasses.replace(row, batch=2 * row.batch)
     memory_bytes = plain.hardware.memory_bytes
-    ours = forecast(row, budget=memory_bytes - plain.peak[OPTIMIZER], may=MAY)
+    may = (*MAY, SHARDS) if plain.states_away else MAY
+    ours = forecast(row, budget=memory_bytes - plain.peak[OPTIMIZER], may=may)
     with fsdp2_with_offloading():
         theirs = forecast(dataclasses.replace(row, checkpointing=FULL))
     assert ours.choice is not None
@@ -168,6 +174,7 @@ def within_memory(row: Row) -> tuple[Row, list[str]]:
     return row, [
         gib[0], f"{plain_s * 1e3:,.1f}", gib[1], gib[2] + ("" if ours.fits else " (over)"), f"{ours_s * 1e3:,.1f}",
         f"{its.num_recomputed}", f"{its.offloaded_bytes / 2**30:.1f}", f"{its.copied_s * 1e3:,.1f}",
+        f"{ours.shards_away / 2**30:.1f}",
         f"{(theirs.peak_bytes - away) / 2**30:.1f}", f"{theirs_s * 1e3:,.1f}", f"{theirs.exposed_s * 1e3:,.1f}",
         f"{ours_s / theirs_s:.3f}",
     ]  # fmt: skip

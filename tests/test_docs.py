@@ -28,6 +28,7 @@ from torch import nn
 
 import fsdp_compile
 from fsdp_compile import FSDPModule, cli, fully_shard
+from fsdp_compile.core.unit import units_in
 from tests.comparing import assert_same_grads, assert_same_params, batches, full, mine, reference_backward
 from tests.compiling import num_graphs
 from tests.models import Block, BreakBlock, Stack, pair, shard, twins
@@ -285,7 +286,8 @@ def test_the_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monk
 def _run_examples() -> None:
     shard_and_compile, fsdp1 = blocks("../README.md", "python")
     of_pages = [code for page in WITH_README for code in blocks(page, "python")]
-    inspect, edit, page, why, costs, budget, again, away, states, accumulate, once, explain, whole_step, compare = of_pages
+    inspect, edit, page, why, costs, budget, again, away, states, shards, *others = of_pages
+    accumulate, once, explain, whole_step, compare = others
     batch = torch.zeros(2, 5, dtype=torch.long)
     names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
@@ -303,6 +305,10 @@ def _run_examples() -> None:
         budgeted = fully_shard(Stack(1))
         exec(code, names | {"model": budgeted})
         torch.compile(budgeted, backend="passes")(batch).sum().backward()
+    exec(shards, of_shards := names | {"model": Stack(6)})
+    torch.compile(of_shards["model"])(batch).sum().backward()
+    of_shards["optim"].step()
+    assert [unit.offload for unit in units_in(of_shards["model"])] == [False, *2 * [False], *4 * [True]]
     planned = shard(Stack(1))
     exec(again, {"fsdp_compile": fsdp_compile, "model": planned, "report": names["report"]})
     with fsdp_compile.inspect(planned) as report:

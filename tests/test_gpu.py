@@ -200,6 +200,28 @@ def test_an_offloaded_shard_on_the_gpu_is_refused(compiled: bool) -> None:
 
 
 @on_gpus
+def test_offloaded_shards_are_updated_on_the_gpu() -> None:
+    unsharded, model = _pair(offload_policy=CPUOffloadPolicy())
+    seen: set[str] = set()
+
+    class Seeing(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            seen.update(one.device.type for group in self.param_groups for one in group["params"])
+            return super().step(closure)
+
+    optimizer, expected = StatesOnHost(model.parameters(), Seeing), torch.optim.AdamW(unsharded.parameters())
+    run = torch.compile(model, fullgraph=True)
+    for _ in range(STEPS):
+        run(torch.ones(2, 16)).square().mean().backward()
+        unsharded(torch.ones(2, 16, device="cuda")).square().mean().backward()
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+    assert seen == {"cuda"} and all(param.device.type == "cpu" for param in model.parameters())
+    assert_same_params(model, unsharded, atol=1e-4)
+
+
+@on_gpus
 def test_optimizer_states_leave_the_gpu_between_steps() -> None:
     class OneByOne(StatesOnHost):
         _bucket_bytes = 1

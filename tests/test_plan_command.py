@@ -30,12 +30,15 @@ from fsdp_compile.forecast.sweep import Sweep, Weights, around, best_of, weights
 from fsdp_compile.forecast.target import Target, find_target
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord, load_profile
+from fsdp_compile.passes.budget.periods import periods_of
 from fsdp_compile.passes.budget.residency import MAY
+from fsdp_compile.passes.budget.trial import Decision, trial_of
 from fsdp_compile.passes.cost.roofline import copy_seconds
 from fsdp_compile.passes.cost.steps import Half, Step, Unsettled, lengthened, peak, replay, settled
 from fsdp_compile.passes.ir.plan import Candidate, Choice
-from fsdp_compile.passes.ir.provenance import find_reduces
+from fsdp_compile.passes.ir.provenance import find_reduces, find_unshards
 from fsdp_compile.passes.wire.layout import reduction_of
+from fsdp_compile.passes.wire.streams import TO_HOST
 from fsdp_compile.tools.report import GraphReport
 from fsdp_compile.tools.tables import console_for_output
 from tests.compiling import decomposed
@@ -119,20 +122,24 @@ def world() -> Iterator[None]:
 # --- few layers tell of all ------------------------------------------------------------------------------------------
 
 
-def _step(what: str, num_bytes: int = 0, back: tuple[int, ...] = ()) -> Step:
+def _step(what: str, num_bytes: int = 0, back: int = 0) -> Step:
     return Step(what, 1.0, (0, 0, 0, num_bytes, 0, 0), back=back)
+
+
+NOTHING = (0, 0, 0, 0, 0, 0)
 
 
 def _half(layer: tuple[Step, ...], num_layers: int) -> Half:
     """Layers, and behind them something of each; what is launched in front of them is awaited at the end."""
     begins = [(2 + turn * len(layer) + 1, (False, turn)) for turn in range(num_layers)]  # behind the first launches
-    steps = _step("launch"), _step("embed"), *num_layers * layer, _step("head"), _step("wait", back=(num_layers + 1,))
+    back = 1 + num_layers * sum(step.what == "launch" for step in layer)
+    steps = _step("launch"), _step("embed"), *num_layers * layer, _step("head"), _step("wait", back=back)
     begins += [(len(steps) + turn, (True, turn)) for turn in range(num_layers)]
     return Half((9, 0, 0, 0, 0, 0), (*steps, *num_layers * (_step("gt", 4),)), tuple(begins))
 
 
 def test_a_layer_is_repeated_as_often_with_what_it_holds() -> None:
-    layer = (_step("launch"), _step("mm", 8), _step("wait", back=(1,)))
+    layer = (_step("launch"), _step("mm", 8), _step("wait", back=1))
     four, all_of_them = _half(layer, 4), range(4)
     more = settled(four, {all_of_them: 6})
     assert [*more.values()] == [6, 6]
@@ -140,6 +147,17 @@ def test_a_layer_is_repeated_as_often_with_what_it_holds() -> None:
     assert ten.steps == _half(layer, 10).steps
     assert peak(ten) == (11, 0, 0, 120, 0, 0)
     assert replay(ten).total_s == 2 * 10 + 2  # all that is computed: no collective takes longer
+    both = _step("launch"), _step("mm", 8), _step("wait", back=1), Step("launch", 3.0, NOTHING, TO_HOST)
+    with pytest.raises(Unsettled):  # nothing waits for the copies
+        settled(_half(both, 4), {all_of_them: 6})
+    ends = [
+        dataclasses.replace(half, steps=(*half.steps, Step("wait", 0.0, NOTHING, TO_HOST)))
+        for half in (_half(both, 4), _half(both, 10))
+    ]
+    more = settled(ends[0], {all_of_them: 6})
+    ten, _ = lengthened((ends[0], ends[0]), (more, more), NOTHING)
+    assert ten.steps == ends[1].steps
+    assert replay(ten).total_s == replay(ends[1]).total_s == 2 + 10 * 3  # one copy after another
     with pytest.raises(Unsettled):  # what is launched in a layer and not awaited cannot go on so
         settled(_half((_step("launch"), _step("mm", 8)), 4), {all_of_them: 6})
 
@@ -279,6 +297,9 @@ WORLD = ("--world-size", "16")
         ((MODEL, *WORLD, "--memory", "80"), r"--memory 80 has no unit, so it is 80 bytes: write 80GiB, or 80B"),
         ((MODEL, *WORLD, "--budget", "60"), r"--budget 60 has no unit, so it is 60 bytes: write 60GiB"),
         ((MODEL, *WORLD, "--may", "offload"), r"--may says what is chosen within a budget, and there is none: add --budget"),
+        ((MODEL, *WORLD, "--budget", "rest", "--may", "shards"), r"where adamw would update them.*: add --optimizer adamw-on-host"),
+        (("tests.test_plan_command:one_layer", *WORLD, "--budget", "rest", "--optimizer", "none", "--may", "shards"),
+         r"no layers repeat in this model, and --may shards is of the shards of layers: take it out"),
         ((MODEL, *WORLD, "--batch", "8192"), r"--batch 8192 is no batch: give .* such as 2x8192"),
         ((MODEL, "--world-size", "none"), r"--world-size none is no number of ranks: give"),
         (("tests.test_plan_command:tinny", *WORLD), r"no function called tinny: give a function of it, such as tiny"),
@@ -387,6 +408,46 @@ def test_states_are_on_the_host_as_far_as_the_budget_has_no_room(capsys: Any) ->
         assert code == 0 and plan["fits"] and plan["budget"] == memory
         assert held + plan["optimizer_bytes_on_host"] == states
         assert held >= kept and plan["peak_bytes"] <= memory  # what is kept, leaves less than nothing kept
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("world")
+def test_shards_of_as_many_layers_are_on_the_host_as_must_be() -> None:
+    planner = planner_of(find_target("tests.test_plan_command:deep"))
+    planner.hardware = hardware(optimizer="adamw-on-host")
+    joint, _ = planner.joint(MORE_LAYERS)
+    names = frozenset(one.fqn for one in find_unshards(joint) if "layers" in one.fqn)
+    here, away = (trial_of(joint, (), load_profile("h100"), hosted=which).peak_bytes for which in ((), names))
+    planner.configuration = dataclasses.replace(planner.configuration, budget=(here + away) // 2, may=("gather", "shards"))
+    one = planner.forecast()
+    assert one.is_met and 0 < one.num_hosted < MORE_LAYERS
+    # By hand: what is not here is there; the optimizer's step copies states, and these shards and their gradients.
+    params = sum(param.numel() for param in Tiny(MORE_LAYERS).parameters())
+    of_layers = one.num_hosted * 4 * 2 * 4 * DIM * DIM // RANKS
+    assert one.shards_away == of_layers and one.peak["shards"] == 4 * params // RANKS - of_layers
+    assert one.states_away == 2 * 4 * params // RANKS and min(one.peak.values()) >= 0
+    assert one.optimizer_s == copy_seconds(one.states_away + 2 * of_layers, load_profile("h100"))
+    assert one.choice is not None and f"shards of {one.num_hosted} layers on the host" in str(one.choice)
+    show_one(one, "", console := Console(record=True))
+    assert f"shards of {one.num_hosted} layers on the host" in console.export_text()
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("world")
+def test_what_is_on_the_host_is_that_of_a_trial_of_all_layers() -> None:
+    planner = planner_of(find_target("tests.test_plan_command:deep"))
+    found = []
+    for few in (16, MORE_LAYERS):
+        joint, _ = planner.joint(few)
+        periods = periods_of(joint, MORE_LAYERS - few, few)
+        both = periods.names[:10], periods.names[-6:]
+        hosted, kept = (frozenset(name for names in its for name in names) for its in both)
+        sets, blocks = periods.compressed(*Decision(kept, hosted=hosted).names)
+        found.append(forecast.both_halves(Decision(*sets), load_profile("h100"), periods, blocks))
+    few, whole = found
+    assert few.peak() == whole.peak()
+    for one, other in ((few.forward, whole.forward), (few.backward, whole.backward)):
+        assert replay(one).total_s == pytest.approx(replay(other).total_s)
 
 
 def test_a_model_without_layers_is_swept_without_checkpointing(capsys: Any) -> None:

@@ -39,7 +39,7 @@ def both(
     offloaded: Collection[str] = (),
 ) -> tuple[Figures, Figures]:
     names = map(frozenset, (kept, recomputed, sliced, offloaded))
-    found = sketch.figures(Decision(*names, lookahead))
+    found = sketch.figures(Decision(*names, lookahead=lookahead))
     assert found is not None
     trial = trial_of(make(), kept, profile, groups, False, recomputed, sliced, lookahead, offloaded)
     return found, Figures.of(trial)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Adagrad, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,9 +17,9 @@ from fsdp_compile import CPUOffloadPolicy, configure, inspect
 from fsdp_compile._torch_compat.subclasses import plain_tensors_in
 from fsdp_compile.core.containers import tensors_in
 from fsdp_compile.core.parts import local_of
-from fsdp_compile.optim import StatesOnHost
+from fsdp_compile.optim import StatesOnHost, on_host
 from fsdp_compile.passes.budget.residency import AGAIN, MAY, choose
-from fsdp_compile.passes.budget.states import States
+from fsdp_compile.passes.budget.standing import Standing
 from fsdp_compile.passes.wire import copies
 from tests.comparing import assert_same_params, batches, local_loss, loss_of, mine, reference_backward
 from tests.models import EvenBlock, Stack, pair, shard, twins
@@ -214,6 +214,7 @@ def _train_with_two_streams(skips: Callable[..., bool]) -> set[str]:
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
+@pytest.mark.parametrize("is_elsewhere", [False, True])
 @pytest.mark.parametrize(
     ("left_out", "found"),
     [
@@ -223,22 +224,95 @@ def _train_with_two_streams(skips: Callable[..., bool]) -> set[str]:
         (("synchronize", "to_host"), f"{CPU} reads what to_host writes"),
     ],
 )
-def test_copies_and_steps_are_in_order(left_out: tuple[str, ...], found: str) -> None:
+def test_copies_and_steps_are_in_order(
+    left_out: tuple[str, ...], found: str, is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_host, "_is_offloaded", lambda param: is_elsewhere)
     unordered = _train_with_two_streams(lambda *what: what == left_out)
     assert found in unordered if found else unordered == set()
 
 
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every shard is taken to be on the host, and the CPU to be a device that the model computes on."""
+    monkeypatch.setattr(on_host, "_is_offloaded", lambda param: True)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
 @on_two_ranks
-def test_offloaded_shards_train_as_the_unsharded_model() -> None:
-    """On a GPU their states are on the host already; here the mesh is of the CPU, so the states are copied."""
+def test_offloaded_shards_train_as_the_unsharded_model(is_elsewhere: bool) -> None:
+    """The mesh is of the CPU, where shards are the device's; those on the host are updated by copies of them."""
     reference, model = pair(offload_policy=CPUOffloadPolicy())
     optimizer, other = SmallStatesOnHost(model.parameters(), AdamW), AdamW(reference.parameters())
-    for step in range(2):
-        local_loss(model, step).backward()
-        reference_backward(reference, batches(step))
-        optimizer.step()
-        other.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_host, "_is_offloaded", lambda param: is_elsewhere)
+        for step in range(3):
+            local_loss(model, step).backward()
+            reference_backward(reference, batches(step))
+            optimizer.step()
+            other.step()
+            other.zero_grad()
+            optimizer.zero_grad()
     assert_same_params(model, reference, atol=1e-4)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_class_updates_copies_of_offloaded_shards_on_the_device() -> None:
+    seen: list[Tensor] = []
+
+    class Seeing(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            seen.extend(self.param_groups[0]["params"])
+            return super().step(closure)
+
+    params, others = _matched()
+    held = [param.data_ptr() for param in params]
+    optimizer, reference = StatesOnHost(params, Seeing), AdamW(others)
+    params[1].grad = others[1].grad = None
+    for _ in range(3):
+        optimizer.step()
+        reference.step()
+    assert [one for one in seen if any(one is param for param in params)] == 3 * [params[1]]  # it has no gradient
+    assert [param.data_ptr() for param in params] == held
+    for one, other in zip(params, others):
+        assert torch.equal(one, other)
+        state = optimizer.state.get(one, {})
+        assert all(torch.equal(value, reference.state[other][name]) for name, value in state.items())
+    assert {*optimizer.state} == {one for one in params if one.grad is not None}
+    assert optimizer.state_bytes() == 4 * STATES
+    reference.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_step_on_copies_that_raises_can_be_taken_again() -> None:
+    class Raising(AdamW):
+        raises = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.raises and self.param_groups[0]["params"][0].shape == (64,):
+                raise ArithmeticError
+            return super().step(closure)
+
+    class OneByOne(StatesOnHost):
+        _bucket_bytes = 1
+
+    params, others = _matched()
+    optimizer, reference = OneByOne(params, Raising), AdamW(others)
+    optimizer.step()
+    reference.step()
+    optimizer._inner.raises = True  # type: ignore[attr-defined]
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    reference.param_groups[0]["params"] = others[:4]
+    reference.step()  # the matrices were updated before it raised
+    optimizer._inner.raises = False  # type: ignore[attr-defined]
+    optimizer.param_groups[0]["params"] = params[4:]
+    optimizer.step()
+    reference.param_groups[0]["params"] = others[4:]
+    reference.step()
+    assert {*optimizer.state} == {*params} and not optimizer._here
+    for one, other in zip(params, others):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("said", ["much", -1, True, 0.5])
@@ -254,10 +328,10 @@ def _chosen(budget: int, states_bytes: int, **changes: Any) -> Any:
     """The best candidate, whose states are on the host where that is best of all that were tried."""
     profile = dataclasses.replace(TOY, **changes)
     best, lost = choose(five_products(), lambda _: budget * KIB, profile, GROUPS, MAY, states_bytes=states_bytes * KIB)
-    states = States(states_bytes * KIB, profile)
+    states = Standing(profile, states_bytes * KIB)
     for one in (best, *lost):
-        assert one.states_bytes == states.away(one.figures.peak_bytes, budget * KIB)
-        assert one.states_s == states.seconds(one.states_bytes)
+        assert one.states_bytes == states.states_away(one.figures.peak_bytes, budget * KIB)
+        assert one.states_s == states.states_seconds(one.states_bytes)
     fitting = [one.seconds for one in (best, *lost) if one.figures.peak_bytes <= budget * KIB]
     assert best.seconds == min(fitting, default=best.seconds)
     return best

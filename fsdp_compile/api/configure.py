@@ -18,7 +18,7 @@ from ..lookout.lookout import lookout
 from ..optim.on_host import StatesOnHost
 from ..passes import Budget, HardwareProfile, Plan, load_profile
 from ..passes.budget.budget import default_profile
-from ..passes.budget.residency import MAY, OFFLOAD
+from ..passes.budget.residency import MAY, OFFLOAD, SHARDS
 from ..passes.ir.module_paths import plain_name
 from .classes import refresh
 from .stream import saved_tensors
@@ -208,6 +208,12 @@ def _budget(
     if may is not None:
         known = ", ".join(map(repr, MAY))
         unknown = [may] if isinstance(may, str) else [one for one in may if one not in MAY]
+        if SHARDS in unknown:
+            raise ValueError(
+                f"may={may!r}: the shards of a model are where it was sharded, and a budget cannot move them. Run "
+                f"`fsdp-compile plan ... --may {' '.join(MAY)} {SHARDS}`, which says of how many layers they should be "
+                "on the host, and shard these with offload_policy=CPUOffloadPolicy()."
+            )
         if unknown or not may:
             raise ValueError(f"may={may!r} is not a tuple of some of {known}. What is left out stays as it is.")
         budget = dataclasses.replace(budget, may=tuple(one for one in MAY if one in may))

@@ -16,11 +16,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from .._torch_compat.process_groups import pretended_world
 from ..passes import load_profile
 from ..passes.budget.budget import bytes_of
-from ..passes.budget.residency import MAY
+from ..passes.budget.residency import MAY, SHARDS
 from ..passes.cost.profiles import PROFILES
 from ..tools.tables import console_for_output
-from .forecast import OPTIMIZERS, Configuration, Forecast, Hardware
+from .forecast import ON_HOST, OPTIMIZERS, Configuration, Forecast, Hardware
 from .joint import FULL, NONE, PRECISIONS, SELECTIVE, Mistake
+from .layers import find_run
 from .show import as_data, short_number, show_one, show_sweep, size, why_none
 from .sweep import Sweep, Told, TooLarge, Weights, around, best_of, weights_of
 from .target import Made, find_target
@@ -51,8 +52,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of each layer: all of it (full, or no word), or all but attention and every second product")  # fmt: skip
     add("--budget", metavar="BYTES", help="what forward and backward may hold, as in configure(memory_budget=...); or "
         "'rest', what --memory leaves beside the optimizer")  # fmt: skip
-    add("--may", nargs="+", choices=MAY, help="what is chosen within the budget: which parameters stay gathered for "
-        "backward, which activations are recomputed, which are on the host; default: the first two")  # fmt: skip
+    add("--may", nargs="+", choices=(*MAY, SHARDS), help="what is chosen within the budget: which parameters stay "
+        "gathered for backward, which activations are recomputed, which are on the host, how many layers have their "
+        "shards there; default: the first two")  # fmt: skip
     add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="whose states are counted; on-host is "
         "optim.StatesOnHost; default: %(default)s")  # fmt: skip
     add("--sweep", action="store_true", help="other meshes, batches, checkpointing and budgets too, the best marked")
@@ -172,6 +174,13 @@ def _read_configuration(
     if arguments.may and budget is None and not arguments.sweep:
         raise Mistake("--may says what is chosen within a budget, and there is none: add --budget 60GiB, or 'rest'.")
     may = tuple(arguments.may) if arguments.may else Configuration.may
+    if SHARDS in may and hardware.optimizer != "none" and not hardware.on_host:
+        raise Mistake(
+            f"--may {SHARDS} has shards on the host, where {hardware.optimizer} would update them, and how long that "
+            f"takes is not known: add --optimizer adamw{ON_HOST}, whose states and shards are updated on the device."
+        )
+    if SHARDS in may and find_run(made.model) is None:
+        raise Mistake(f"no layers repeat in this model, and --may {SHARDS} is of the shards of layers: take it out.")
     return Configuration(_mesh(arguments), batch, sequence, arguments.checkpointing, budget, may)
 
 

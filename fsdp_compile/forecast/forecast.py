@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,10 +13,10 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..passes.budget.budget import searched
-from ..passes.budget.periods import FEW, Periods, periods_of
+from ..passes.budget.periods import FEW, Periods, layers_of, periods_of
 from ..passes.budget.residency import GATHER, OFFLOAD, RECOMPUTE
-from ..passes.budget.states import States
-from ..passes.budget.trial import trial_of
+from ..passes.budget.standing import Standing
+from ..passes.budget.trial import Decision, trial_of
 from ..passes.cost.profiles import HardwareProfile
 from ..passes.cost.roofline import node_flops
 from ..passes.cost.steps import Blocks, Bytes, Half, Unsettled, lengthened, peak, plus, replay, settled
@@ -82,6 +83,11 @@ class Hardware:
     optimizer: str
 
     @property
+    def on_host(self) -> bool:
+        """Whether the optimizer's states may be on the host, and are updated on the device."""
+        return OPTIMIZERS[self.optimizer].on_host
+
+    @property
     def peak_flops(self) -> float:
         stored, computed, _ = PRECISIONS[self.precision]
         dtype = str(computed or stored).removeprefix("torch.")
@@ -105,6 +111,8 @@ class Forecast:
     num_periods: int  # layers that repeat
     choice: Choice | None  # within the budget
     states_away: int = 0  # bytes of the optimizer's states on the host
+    num_hosted: int = 0  # layers whose shards are on the host, the last ones
+    shards_away: int = 0  # bytes of these shards
 
     @property
     def peak_bytes(self) -> int:
@@ -163,6 +171,7 @@ class Planner:
         self.run: LayerRun | None = find_run(made.model)
         self._joints: dict[int, tuple[fx.Graph, Plan]] = {}
         self._choice: Choice | None = None
+        self._hosted: frozenset[str] = frozenset()  # parameters whose shards are on the host
 
     @property
     def num_periods(self) -> int:
@@ -196,24 +205,24 @@ class Planner:
             except Unsettled:
                 few *= 2
         joint, plan = self.joint(self.num_periods)
-        return self._planned(plan, Periods(joint))
+        return self._planned(plan, periods_of(joint, few_are=sys.maxsize))
 
     def _planned(self, plan: Plan, periods: Periods) -> tuple[BothHalves, Periods]:
         """Plan the step, within a budget by the search of a compilation; Unsettled where the periods do not tell it."""
         self._told(f"planning {self.num_periods} repeated parts")
         profile, budget, may = self.hardware.profile, self.configuration.budget, self.configuration.may
         blocks: Blocks = {range(len(periods.few)): periods.num_left_out} if periods.num_left_out else {}
+        sets = map(frozenset, (plan.keep, plan.recompute, plan.slices, plan.offload))
+        decision = Decision(*sets, lookahead=plan.lookahead)
         if budget is not None:
             states = self._states_bytes(periods) if OFFLOAD in may else 0
-            plan = searched(periods.graph, lambda _: budget, profile, may, periods, states)
-            few = periods.compressed(plan.keep, plan.recompute, plan.slices, plan.offload)
+            decision, self._choice = searched(periods.graph, lambda _: budget, profile, may, periods, states)
+            self._hosted = decision.hosted
+            few = periods.compressed(*decision.names)
             assert few is not None
-            (keep, recompute, slices, offload), blocks = few
-            plan = dataclasses.replace(
-                plan, keep=(*keep,), recompute=(*recompute,), slices=(*slices,), offload=(*offload,)
-            )
-        self._choice = plan.choice
-        return both_halves(plan, profile, periods, blocks), periods
+            its, blocks = few
+            decision = Decision(*its, lookahead=decision.lookahead)
+        return both_halves(decision, profile, periods, blocks), periods
 
     def forecast(self) -> Forecast:
         """Forecast by what is chosen within the budget; without one, by the settings of the units."""
@@ -225,13 +234,15 @@ class Planner:
         away = may_leave - (0 if self._choice is None else self._choice.kept_states_bytes)
         updating_s = optimizer.passes * trainable / (profile.memory_bytes_per_s * profile.memory_efficiency)
         period = self.run.period if self.run else 1
+        num_hosted = periods.num_with(self._hosted)
+        copied_bytes = away + num_hosted * periods.updated_bytes
         return Forecast(
             self.configuration,
             self.hardware,
             {**dict(zip(KINDS, whole.peak())), OPTIMIZER: optimizer.states * trainable - away},
             first.total_s,
             then.total_s,
-            max(updating_s, States(may_leave, profile).seconds(away)),  # the copies run beside it
+            max(updating_s, Standing(profile).states_seconds(copied_bytes)),  # the copies run beside it
             first.exposed_s + then.exposed_s,
             self.made.num_tokens * self.hardware.num_ranks,
             _of_all(_flops(periods.graph), periods),
@@ -239,6 +250,8 @@ class Planner:
             self.num_periods * period,
             self._choice,
             away,
+            len(layers_of(self._hosted)),
+            num_hosted * periods.held_bytes,
         )
 
     def _states_bytes(self, periods: Periods) -> int:
@@ -250,16 +263,17 @@ class Planner:
         return int(_of_all(_trainable_bytes(periods.graph), periods))
 
 
-def both_halves(plan: Plan, profile: HardwareProfile, periods: Periods, blocks: Blocks) -> BothHalves:
-    """Return the step with what this plan keeps, recomputes and offloads, and so many more periods in ``blocks``."""
-    names = plan.recompute, plan.slices, plan.lookahead, plan.offload
-    trial = trial_of(periods.graph, plan.keep, profile, None, False, *names)
+def both_halves(its: Decision, profile: HardwareProfile, periods: Periods, blocks: Blocks) -> BothHalves:
+    """Return the step with what was decided for few periods, and so many more in ``blocks``."""
+    how = its.recomputed, its.sliced, its.lookahead, its.offloaded, its.hosted
+    trial = trial_of(periods.graph, its.kept, profile, None, False, *how)
     first = half_of(trial.forward, periods.forward, (), {})
     then = half_of(trial.backward, periods.backward, trial.weight.given_up, kinds_by_name(trial.forward.graph))
     returned = tuple(trial.weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)
     # What the caller holds in backward, it held in forward as well, or forward returned it.
     then = dataclasses.replace(then, held=plus(first.held, returned))
-    more_held = tuple(sum(blocks.values()) * periods.held_bytes if kind == "shards" else 0 for kind in KINDS)
+    held_bytes = periods.num_more(blocks, its.hosted) * periods.held_bytes
+    more_held = tuple(held_bytes if kind == "shards" else 0 for kind in KINDS)
     return BothHalves(*lengthened((first, then), (settled(first, blocks), settled(then, blocks)), more_held))
 
 

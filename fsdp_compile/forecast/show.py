@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..passes.budget.residency import MAY, OFFLOAD
+from ..passes.budget.residency import MAY, OFFLOAD, SHARDS
 from ..tools.tables import Column, Rows
 from .forecast import ON_HOST, OPTIMIZERS, Forecast
 from .joint import FULL, NONE
@@ -29,6 +29,8 @@ def show_one(one: Forecast, title: str, console: Console) -> None:
     memory += [["peak", size(one.peak_bytes)], [f"of {size(one.hardware.memory_bytes)} of memory", verdict]]
     if one.states_away:
         memory.append(["optimizer state on the host", size(one.states_away)])
+    if one.shards_away:
+        memory.append([f"shards of {one.num_hosted} layers on the host", size(one.shards_away)])
     budget = one.configuration.budget
     if budget is not None:
         memory.append(["forward and backward", size(one.held_bytes)])
@@ -115,6 +117,8 @@ def _advice_on_budget(one: Forecast, budget: int) -> str:
         helps.insert(0, "--checkpointing full")
     if OFFLOAD not in said.may:
         helps.insert(0, f"--may {' '.join(MAY)}")
+    elif SHARDS not in said.may and one.hardware.on_host:
+        helps.insert(0, f"--may {' '.join(said.may)} {SHARDS}")
     return (
         f"forward and backward may hold {size(budget)} on each rank, and the least that they need ({said}) is "
         f"{size(one.held_bytes)} ({one.held_bytes:,} bytes): give a larger --budget, or {', or '.join(helps)}."
@@ -131,11 +135,13 @@ def advice(one: Forecast | TooLarge, weights: Weights) -> str:
     memory, said = one.hardware.memory_bytes, one.configuration
     standing = weights.standing_bytes(said.mesh, one.hardware)
     needs = f"it needs {size(one.peak_bytes)} on each rank and has {size(memory)}"
-    if standing > memory:
+    if standing > memory and SHARDS not in said.may:
         ranks = math.ceil(said.mesh[-1] * standing / memory)
         other = f"{one.hardware.optimizer}{ON_HOST}"
         others = dataclasses.replace(one.hardware, optimizer=other) if other in OPTIMIZERS else one.hardware
-        helps = f", or try --optimizer {other}" if weights.standing_bytes(said.mesh, others) <= memory else ""
+        helps = f", or try --optimizer {others.optimizer}" if others.on_host else ""
+        if weights.standing_bytes(said.mesh, others) > memory and helps:
+            helps += f" --budget rest --may {' '.join((*MAY, SHARDS))}"
         return (
             f"{needs}: {_standing(one)} alone are {size(standing)}, so share the parameters out over at least {ranks} "
             f"ranks (the last number of --mesh){helps}."
@@ -155,8 +161,8 @@ def advice(one: Forecast | TooLarge, weights: Weights) -> str:
 
 def _standing(one: Forecast | TooLarge) -> str:
     """Return the words for what a rank holds throughout a step."""
-    on_host = OPTIMIZERS[one.hardware.optimizer].on_host
-    return "shards and their gradients" if on_host else "shards, their gradients and the optimizer's states"
+    their = "shards and their gradients", "shards, their gradients and the optimizer's states"
+    return their[not one.hardware.on_host]
 
 
 def as_data(one: Forecast | TooLarge) -> dict[str, Any]:
@@ -170,6 +176,8 @@ def as_data(one: Forecast | TooLarge) -> dict[str, Any]:
         "peak_bytes": one.peak_bytes,
         "peak_bytes_by_kind": one.peak,
         "optimizer_bytes_on_host": one.states_away,
+        "layers_with_shards_on_host": one.num_hosted,
+        "shard_bytes_on_host": one.shards_away,
         "forward_backward_bytes": one.held_bytes,
         "budget_met": None if one.configuration.budget is None else one.is_met,
         "step_s": one.step_s,

@@ -9,7 +9,7 @@ from torch import fx
 from ..passes.budget.trial import Lowered
 from ..passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, bytes_alive, kinds_of, own_and_callers
 from ..passes.cost.steps import Half, Turn
-from ..passes.ir.aliases import Storage, base_of, storages_of
+from ..passes.ir.aliases import Storage, base_of, name_in_forward, storages_of
 from ..passes.ir.meta import GRADIENT_OF, ROLE
 
 # The kinds of bytes that a forecast tells apart, in this order.
@@ -43,7 +43,7 @@ def _kinds(graph: fx.Graph, given: Mapping[str, str]) -> Callable[[Storage], int
 
     def kind_of(storage: Storage) -> int:
         is_input = storage.node.op != "call_function"
-        kind = given.get(storage.node.name, kinds[storage]) if is_input else kinds[storage]
+        kind = given.get(name_in_forward(storage.node), kinds[storage]) if is_input else kinds[storage]
         if kind == GRADIENT and not (storage.node in of_parameters or ROLE in storage.node.meta):
             kind = ACTIVATION  # the gradient of an activation, on its way to an earlier layer
         return _PLACES.get(kind, len(KINDS) - 1)

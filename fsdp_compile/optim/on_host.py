@@ -4,8 +4,9 @@
     current stream              | step 0   | step 1   | step 2
     to the host                            | states 0 | states 1 | states 2
 
-Shards and gradients stay on the device, where the optimizer's own class computes. So the numbers are those of the
-class, and a step takes as long as the copies do.
+The optimizer's own class computes on the device, so the numbers are those of the class, and a step takes as long as the
+copies do. Offloaded shards and their gradients (CPUOffloadPolicy) are copied there with their states. The class gets
+another parameter in the place of each, and what it makes of that is copied back.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class StatesOnHost(UpdatingOptimizer):
         self._keep = 0 if keep == 0 else bytes_of("keep", keep)
         self._chosen: Callable[[], int | None] = _nothing
         self._away: set[Tensor] = set()  # parameters whose states are on the host
+        self._here: dict[Tensor, Tensor] = {}  # during a step, what is updated in the place of offloaded parameters
         self._inner = optimizer_class(params, **settings)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.state = self._inner.state  # Adagrad has states from the begin
@@ -79,7 +81,7 @@ class StatesOnHost(UpdatingOptimizer):
         found = 0
         for group in self.param_groups:
             small: dict[Any, list[float]] = {}
-            for param in filter(_may_leave, group["params"]):
+            for param in group["params"]:
                 local, kind = local_of(param), (param.dtype, min(param.ndim, 2), owners_device(param))
                 if self.state.get(param):
                     found += self._bytes_of(self.state[param])
@@ -115,18 +117,33 @@ class StatesOnHost(UpdatingOptimizer):
             for (number, params), (_, following) in itertools.zip_longest(buckets, buckets[1:], fillvalue=(0, [])):
                 _join(coming)
                 self._bring(following, coming)
-                # Each bucket of a group begins with what the group says, and a step may count in there.
-                self._inner.param_groups = [{**group_settings(self.param_groups[number]), "params": params}]
-                self._inner.state = self.state
-                step_without_hooks(self._inner)
-                after[number] = group_settings(self._inner.param_groups[0])
+                after[number] = self._updated(params, group_settings(self.param_groups[number]))
                 _join(leaving)  # so that the device has the states of three buckets, and not of all
+                self._write_back(params, leaving)
                 room = self._send(params, room, leaving)
         finally:
+            self._here.clear()
             _join([*coming, *leaving])
             streams.wait_on_cpu()  # whoever reads the states finds what the step wrote
         for group, said in zip(self.param_groups, after):
             group.update(said)
+
+    def _updated(self, params: Iterable[Tensor], settings: dict[str, Any]) -> dict[str, Any]:
+        """Have the class update some parameters of a group; return what the group says then.
+
+        Each bucket of a group begins with what the group says, and a step may count in there.
+        """
+        others = {param: self._here[param] for param in params if param in self._here}
+        self._inner.param_groups = [{**settings, "params": [others.get(param, param) for param in params]}]
+        self._inner.state = self.state
+        for param, other in others.items():
+            _rename(self.state, param, other)
+        try:
+            step_without_hooks(self._inner)
+        finally:
+            for param, other in others.items():
+                _rename(self.state, other, param)
+        return group_settings(self._inner.param_groups[0])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -158,17 +175,30 @@ class StatesOnHost(UpdatingOptimizer):
                 yield number, bucket
 
     def _bring(self, params: Iterable[Tensor], started: list[Tensor]) -> None:
-        """Start to copy the states of these parameters to the device, if they have gradients."""
+        """Start to copy to the device what is not there of these parameters, if they have gradients."""
         for param in params:
-            if param in self._away and param.grad is not None:
-                to_device = functools.partial(copies.launch_to_device, device=str(local_of(param).device))
+            if param.grad is None:
+                continue
+            to_device = functools.partial(copies.launch_to_device, device=str(owners_device(param)))
+            if param in self._away:
                 self.state[param] = self._moved(self.state[param], to_device, started)
                 self._away.remove(param)
+            if _is_offloaded(param):
+                self._here[param] = here = nn.Parameter(_copied(param, to_device, started))
+                here.grad_dtype = param.grad.dtype
+                here.grad = _copied(param.grad, to_device, started)
+
+    def _write_back(self, params: Iterable[Tensor], started: list[Tensor]) -> None:
+        """Start to copy what was updated in the place of offloaded parameters over these."""
+        for param in params:
+            if param in self._here:
+                copies.launch_over(local_of(param), local_of(self._here.pop(param)))
+                started.append(local_of(param))
 
     def _send(self, params: Iterable[Tensor], room: int, started: list[Tensor]) -> int:
         """Start to copy states to the host, but for the first ones that there is room for; return what room is left."""
         for param in params:
-            if param in self._away or not _may_leave(param):
+            if param in self._away:
                 continue
             num_bytes = self._bytes_of(self.state.get(param))
             if num_bytes <= room:
@@ -194,18 +224,23 @@ class StatesOnHost(UpdatingOptimizer):
 
     def _moved(self, state: Any, copy: Callable[[Tensor], Tensor], started: list[Tensor]) -> Any:
         """Return a state with copies of its large tensors, which are added to those that were ``started``."""
+        return map_tensors(state, lambda one: _copied(one, copy, started) if self._is_moved(one) else one)
 
-        def copied(plain: Tensor) -> Tensor:
-            started.append(copy(plain))
-            return started[-1]
 
-        def moved(tensor: Tensor) -> Tensor:
-            if not self._is_moved(tensor):
-                return tensor
-            local = subclasses.map_inner(copied, local_of(tensor))
-            return dtensors.dtensor_like(tensor, local) if isinstance(tensor, DTensor) else local
+def _copied(tensor: Tensor, copy: Callable[[Tensor], Tensor], started: list[Tensor]) -> Tensor:
+    """Start to copy a tensor; of a subclass, the tensors inside it."""
 
-        return map_tensors(state, moved)
+    def launched(plain: Tensor) -> Tensor:
+        started.append(copy(plain))
+        return started[-1]
+
+    local = subclasses.map_inner(launched, local_of(tensor))
+    return dtensors.dtensor_like(tensor, local) if isinstance(tensor, DTensor) else local
+
+
+def _rename(state: dict[Tensor, Any], param: Tensor, other: Tensor) -> None:
+    if param in state:
+        state[other] = state.pop(param)
 
 
 def _num_bytes(tensor: Tensor) -> int:
@@ -230,9 +265,9 @@ def _nothing() -> None:
     """Choose nothing, as where there is no budget."""
 
 
-def _may_leave(param: Tensor) -> bool:
-    """Whether the states are where the model computes, and not with an offloaded shard."""
-    return local_of(param).device.type == owners_device(param).type
+def _is_offloaded(param: Tensor) -> bool:
+    """Whether a shard is on the host, and its model computes elsewhere."""
+    return local_of(param).device.type != owners_device(param).type
 
 
 def _join(started: list[Tensor]) -> None:

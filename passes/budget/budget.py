@@ -35,7 +35,7 @@ from ..wire.spec import without_use
 from .periods import Periods
 from .remember import remembered
 from .residency import GATHER, OFFLOAD, RECOMPUTE, choose, told_to_keep
-from .trial import trial_of
+from .trial import Decision, trial_of
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -150,7 +150,10 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
 
     def search() -> Plan:
         allowed = functools.partial(budget.bytes_for, graph, profile)
-        return searched(graph, allowed, profile, budget.may, states_bytes=budget.states_bytes)
+        its, choice = searched(graph, allowed, profile, budget.may, states_bytes=budget.states_bytes)
+        keep, again, slices, away, _ = (tuple(sorted(names)) for names in its.names)
+        plan = Plan("joint", keep=keep, recompute=again, slices=slices, offload=away, lookahead=its.lookahead)
+        return dataclasses.replace(plan, choice=choice)
 
     decision = search() if budget.share is not None else remembered(graph, (budget, profile), search)
     assert decision.choice is not None
@@ -192,8 +195,8 @@ def searched(
     may: Collection[str],
     periods: Periods | None = None,
     states_bytes: int = 0,
-) -> Plan:
-    """Return what is chosen within a budget, as a plan without launches; ``choose`` explains the arguments."""
+) -> tuple[Decision, Choice]:
+    """Return what is chosen within a budget, and why; ``choose`` explains the arguments."""
     found = 0
 
     def allowed(held_bytes: int) -> int:
@@ -204,16 +207,7 @@ def searched(
     with _without_collections():
         best, lost = choose(graph, allowed, profile, may=may, periods=periods, states_bytes=states_bytes)
     candidates = best.as_candidate(), tuple(one.as_candidate() for one in lost)
-    choice = Choice(found, profile.name, 0, *candidates, states_bytes)
-    return Plan(
-        "joint",
-        keep=tuple(sorted(best.figures.kept)),
-        recompute=tuple(sorted(best.figures.recomputed)),
-        slices=tuple(sorted(best.figures.sliced)),
-        lookahead=best.figures.lookahead,
-        offload=tuple(sorted(best.figures.offloaded)),
-        choice=choice,
-    )
+    return best.figures, Choice(found, profile.name, 0, *candidates, states_bytes)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import fx
 
 from ..apply.away import num_forward_results
 from ..cost.memory import results_of
-from ..cost.steps import Turn, Unsettled
+from ..cost.steps import Blocks, Turn, Unsettled
 from ..ir.aliases import hint, tensor_bytes, tensors_of
 from ..ir.provenance import Marker, find_reduces, find_unshards
 
@@ -42,6 +42,7 @@ class Periods:
     backward: Mapping[str, Turn] = field(default_factory=dict)
     held_bytes: int = 0  # by the caller, for one period
     left_bytes: int = 0  # behind one period: its gradients
+    updated_bytes: int = 0  # of one period: gradients, and shards that get some
 
     @property
     def num_left_out(self) -> int:
@@ -84,17 +85,25 @@ class Periods:
             turn += left
         return [*map(frozenset, found)], more
 
+    def num_with(self, names: Collection[str]) -> int:
+        """Return how many periods of the whole step have some of these names."""
+        return sum(not {*names}.isdisjoint(its) for its in self.names)
 
-def periods_of(graph: fx.Graph, more: int = 0) -> Periods:
-    """Return a graph with few of the periods of a joint graph.
+    def num_more(self, blocks: Blocks, without: Collection[str]) -> int:
+        """Return how many periods more there are in blocks that have none of these names."""
+        return sum(more for turns, more in blocks.items() if {*without}.isdisjoint(self.few[turns.start]))
+
+
+def periods_of(graph: fx.Graph, more: int = 0, few_are: int = FEW) -> Periods:
+    """Return a graph with few of the periods of a joint graph; ``few_are`` is how many at most.
 
     If ``more`` layers of the step were not traced, raise Unsettled where nothing tells what they are like.
     """
     run = few = _find(graph)
-    if run is not None and len(run.names) > FEW:
-        shorter = _shortened(graph, run, len(run.names) - FEW)
+    if run is not None and len(run.names) > few_are:
+        shorter = _shortened(graph, run, len(run.names) - few_are)
         few = None if shorter is None else _find(shorter)
-        if shorter is None or few is None or len(few.names) != FEW:
+        if shorter is None or few is None or len(few.names) != few_are:
             run = None
         else:
             graph = shorter
@@ -120,7 +129,13 @@ def periods_of(graph: fx.Graph, more: int = 0) -> Periods:
         in_backward,
         sum(held[name] for name in few.names[-1]),
         sum(left.get(name, 0) for name in few.names[-1]),
+        sum(left[name] + held[name] for name in few.names[-1] if name in left),
     )
+
+
+def layers_of(names: Iterable[str]) -> set[tuple[str, str]]:
+    """Return the layers that parameters are in, by the first number in their names."""
+    return {(matched[1], matched[2]) for matched in map(_NUMBER.fullmatch, names) if matched}
 
 
 def _turns(nodes: Sequence[fx.Node], half: Sequence[range]) -> dict[str, Turn]:
@@ -189,7 +204,8 @@ def _shortened(graph: fx.Graph, run: _Run, num_left_out: int) -> fx.Graph | None
     A result of the last of them may be read: that of the period before them takes its place.
     """
     nodes = [*graph.nodes]
-    out = slice(FEW // 2, FEW // 2 + num_left_out)
+    first = (len(run.names) - num_left_out) // 2
+    out = slice(first, first + num_left_out)
     gone: set[fx.Node] = set()
     instead: dict[fx.Node, fx.Node] = {}
     for its in (run.forward[out], run.backward[out][::-1]):

@@ -12,7 +12,8 @@ by which they raise the peak, both as sketches predict them (sketch.py) of a gra
 At first only parameters are chosen among: their gathers cost time, and saved activations cost none. If not all of them
 fit, the search is repeated from a step that recomputes all activations, or has them on the host. For the best,
 launching gathers two and three units ahead is tried, too. The fastest candidate within the budget wins, or the one with
-the lowest peak if none fits.
+the lowest peak if none fits. If shards may be on the host as well, those of the last layers are, as many as must be:
+their gradients leave first, while most activations are still there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,12 +35,13 @@ from ..ir.plan import Candidate, Plan
 from ..ir.provenance import find_unshards, whole_of
 from ..schedule.activations import activations_of, matrices_of
 from ..schedule.slices import keeps_slice, offers_slice
-from .periods import Periods, periods_of
+from .periods import Periods, layers_of, periods_of
 from .sketch import Sketch, saved_without
-from .states import States
+from .standing import Standing
 from .trial import Decision, Figures, trial_of
 
 MAY = GATHER, RECOMPUTE, OFFLOAD = "gather", "recompute", "offload"  # what a budget may choose
+SHARDS = "shards"  # what it may choose as well before a model is sharded: where the shards of layers are
 AGAIN, AS_TOLD, KEPT = "everything gathered again", "as reshard_after_forward says", "everything kept"
 WORTH, SLICED = "kept by seconds saved a byte", "slices kept of everything"
 LEAN, LEAN_WORTH = "everything gathered and computed again", "kept and saved by seconds saved a byte"
@@ -54,20 +57,26 @@ class Tried:
     name: str
     figures: Figures
     states_bytes: int = 0  # of the optimizer's states, for which there is no room
-    states_s: float = 0.0
+    states_s: float = 0.0  # for copying them, and shards on the host with their gradients
+    shards_bytes: int = 0  # of shards that have to leave, beside those that the figures have on the host
+    shards_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.figures.seconds + self.states_s
+        return self.figures.seconds + self.states_s + self.shards_s
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.figures.peak_bytes - self.shards_bytes
 
     def as_candidate(self) -> Candidate:
         its = self.figures
         return Candidate(
             self.name,
             len(its.kept),
-            its.peak_bytes,
-            its.seconds,
-            its.exposed_s,
+            self.peak_bytes,
+            its.seconds + self.shards_s,
+            its.exposed_s + self.shards_s,
             num_recomputed=len(its.recomputed),
             num_sliced=len(its.sliced),
             num_offloaded=len(its.offloaded),
@@ -75,6 +84,7 @@ class Tried:
             copied_s=its.copied_s,
             states_bytes=self.states_bytes,
             states_s=self.states_s,
+            num_hosted=len(layers_of(its.hosted)),
         )
 
 
@@ -102,17 +112,16 @@ def choose(
     """Return the candidate to take, and those that lost, fastest first.
 
     ``joint`` has gone through the passes before ``chosen_slices``, and is not changed. The budget may depend on the
-    bytes that are there before the step begins. ``may`` has some of MAY. ``periods`` are of a step with more layers
-    than were traced; Unsettled if they do not tell what all are like. ``states_bytes`` are of an optimizer whose states
-    the budget is for as well, and which may be on the host.
+    bytes that are there before the step begins. ``may`` has some of MAY, or SHARDS. ``periods`` are of a step with more
+    layers than were traced; Unsettled if they do not tell what all are like. ``states_bytes`` are of an optimizer whose
+    states the budget is for as well, and which may be on the host.
     """
-    states = States(states_bytes, profile)
     try:
-        return _Search(periods or periods_of(joint), profile, groups, may, states).choose(budget_bytes)
+        return _Search(periods or periods_of(joint), profile, groups, may, states_bytes).choose(budget_bytes)
     except Unsettled:
         if periods is not None:
             raise
-        return _Search(Periods(joint), profile, groups, may, states).choose(budget_bytes)
+        return _Search(Periods(joint), profile, groups, may, states_bytes).choose(budget_bytes)
 
 
 class _Search:
@@ -122,9 +131,9 @@ class _Search:
         profile: HardwareProfile,
         groups: Groups | None,
         may: Collection[str],
-        states: States,
+        states_bytes: int,
     ) -> None:
-        self._periods, self._profile, self._groups, self._may, self._states = periods, profile, groups, may, states
+        self._periods, self._profile, self._groups, self._may = periods, profile, groups, may
         graph = periods.graph
         self._told = self._all(told_to_keep(graph))
         self._again = trial_of(graph, (), profile, groups)
@@ -133,6 +142,9 @@ class _Search:
         self._sketches = {False: Sketch(self._again, profile, groups, matrices=self._matrices, periods=periods)}
         self._tried: dict[Decision, Tried] = {}
         self._budget = 0
+        self._standing = Standing(profile, states_bytes)
+        if SHARDS in may:
+            self._standing = self._with_shards(self._standing)
 
     def choose(self, budget_bytes: Callable[[int], int]) -> tuple[Tried, list[Tried]]:
         graph, periods, again = self._periods.graph, self._periods, self._again
@@ -152,7 +164,7 @@ class _Search:
         if GATHER not in self._may:
             items = []
         self._fill(WORTH, nothing, items)
-        if everything is None or self._left(everything) < self._states.num_bytes:
+        if everything is None or self._left(everything) < self._standing.states_bytes:
             self._lean(items)
         decision, best = self._best()
         if best.figures.exposed_s > 0 and self._left(best) >= 0:  # earlier gathers may be hidden, but stay longer
@@ -162,8 +174,9 @@ class _Search:
         exact: set[Decision] = set()
         while decision not in exact:  # what the partitioner makes of recomputation and copies, a cut tells exactly
             del self._tried[decision]
-            if figures := self._figures(decision, sketch=False):
-                self._tried[decision] = self._beside_states(best.name, figures)
+            decision, figures = self._exactly(decision)
+            if figures is not None:
+                self._tried[decision] = self._beside_what_stands(best.name, figures)
                 exact.add(decision)
             decision, best = self._best()
         lost = (one for one in self._tried.values() if one is not best)
@@ -197,9 +210,8 @@ class _Search:
         """Add to a decision the items that save most, the last layers first, as many as fit."""
         by_worth = self._by_worth(base, items)
         listed = [one for _, its in by_worth for one in its]
-        # An item whose byte saves less time than a byte of the optimizer's states is not kept in their place.
-        price, num_bytes = self._states.seconds_a_byte, self._states.num_bytes
-        leaves = [0 if worth >= price else num_bytes for worth, its in by_worth for _ in its]
+        # An item whose byte saves less time than a byte on the host costs is not kept in the place of that.
+        leaves = [self._standing.room_beside(worth) for worth, its in by_worth for _ in its]
         taken, first = base, 0
         for _ in range(_KINDS_IN_PART):
             fits, at, over = first, len(listed), len(listed) + 1
@@ -241,22 +253,22 @@ class _Search:
             decision = dataclasses.replace(decision, kept=self._told, sliced=frozenset())
         figures = self._figures(decision)
         if figures is not None and decision not in self._tried:
-            self._tried[decision] = self._beside_states(name, figures)
+            self._tried[decision] = self._beside_what_stands(name, figures)
         return self._tried.get(decision)
 
     def _figures(self, decision: Decision, sketch: bool = True, cut: bool = True) -> Figures | None:
         """Return the figures of a sketch, or else of a trial of its own; None if few layers do not tell them."""
-        found = self._periods.compressed(decision.kept, decision.recomputed, decision.sliced, decision.offloaded)
+        found = self._periods.compressed(*decision.names)
         if found is None:
             return None
-        (kept, recomputed, sliced, offloaded), more = found
-        of_few = Decision(kept, recomputed, sliced, offloaded, decision.lookahead)
+        sets, more = found
+        of_few = Decision(*sets, lookahead=decision.lookahead)
         try:
-            few = self._sketches[bool(recomputed)].figures(of_few, more) if sketch else None
+            few = self._sketches[bool(of_few.recomputed)].figures(of_few, more) if sketch else None
             if few is None and cut:
                 gc.collect()  # graphs are cycles: the trials before this one would stay in memory
-                its = recomputed, sliced, decision.lookahead, offloaded
-                trial = trial_of(self._periods.graph, kept, self._profile, self._groups, False, *its)
+                its = of_few.recomputed, of_few.sliced, of_few.lookahead, of_few.offloaded, of_few.hosted
+                trial = trial_of(self._periods.graph, of_few.kept, self._profile, self._groups, False, *its)
                 few = Figures.of(trial, self._periods, more)
         except Unsettled:
             few = None
@@ -272,16 +284,60 @@ class _Search:
 
     def _order(self, tried: Tried) -> tuple[float, ...]:
         """Return what the best of the candidates has least of."""
-        peak_bytes = tried.figures.peak_bytes
-        return max(peak_bytes, self._budget), tried.seconds, peak_bytes
+        return max(tried.peak_bytes, self._budget), tried.seconds, tried.peak_bytes
 
     def _left(self, tried: Tried) -> int:
         """Return the bytes of the budget that forward and backward leave."""
         return self._budget - tried.figures.peak_bytes
 
-    def _beside_states(self, name: str, figures: Figures) -> Tried:
-        away = self._states.away(figures.peak_bytes, self._budget)
-        return Tried(name, figures, away, self._states.seconds(away))
+    def _beside_what_stands(self, name: str, figures: Figures) -> Tried:
+        """Return a candidate with what has to be on the host for it."""
+        standing, peak_bytes = self._standing, figures.peak_bytes
+        states_bytes = standing.states_away(peak_bytes, self._budget)
+        shards_bytes = 0 if figures.hosted else standing.shards_away(peak_bytes, self._budget)
+        states_s = standing.states_seconds(states_bytes + self._updated_bytes(figures.hosted))
+        return Tried(name, figures, states_bytes, states_s, shards_bytes, standing.shards_seconds(shards_bytes))
+
+    def _with_shards(self, standing: Standing) -> Standing:
+        """Return what stands with the shards of all layers, by a trial that has them on the host."""
+        hosted = frozenset(name for names in self._periods.names for name in names)
+        here, away = self._figures(Decision()), self._figures(Decision(hosted=hosted))
+        if not hosted or here is None or away is None:
+            return standing
+        updated_s = standing.states_seconds(self._updated_bytes(hosted))
+        longer_s = max(away.seconds - here.seconds, 0.0) + updated_s
+        return dataclasses.replace(standing, shards_bytes=max(here.peak_bytes - away.peak_bytes, 0), shards_s=longer_s)
+
+    def _updated_bytes(self, hosted: Collection[str]) -> int:
+        """Return the bytes of these shards and of their gradients, which an optimizer's step copies to the device."""
+        return self._periods.num_with(hosted) * self._periods.updated_bytes
+
+    def _exactly(self, decision: Decision) -> tuple[Decision, Figures | None]:
+        """Return a decision with the shards on the host that must be, of as few layers as can be, and its figures."""
+        figures = self._figures(decision, sketch=False)
+        if figures is None or figures.hosted or not self._standing.shards_away(figures.peak_bytes, self._budget):
+            return decision, figures
+        found: tuple[Decision, Figures | None] = decision, figures
+        layers, without = self._periods.names, figures.peak_bytes
+        of_a_layer = self._standing.shards_bytes / len(layers)
+        at, over, fits = math.ceil((without - self._budget) / of_a_layer), 0, len(layers) + 1
+        while fits - over > 1:
+            at = min(max(at, over + 1), fits - 1)
+            hosted = dataclasses.replace(decision, hosted=frozenset(name for names in layers[-at:] for name in names))
+            figures = self._figures(hosted, sketch=False)
+            missing = None if figures is None else figures.peak_bytes - self._budget
+            is_met = missing is not None and missing <= 0
+            over, fits = (over, at) if is_met else (at, fits)
+            if is_met or at == len(layers):
+                found = hosted, figures
+            if missing is None:  # few layers do not tell it
+                at = (over + fits + 1) // 2
+                continue
+            of_a_layer = max((without - self._budget - missing) / at, 1.0)
+            if is_met and -missing < of_a_layer:
+                break
+            at += math.ceil(missing / of_a_layer)
+        return found
 
 
 def _with(decision: Decision, items: Iterable[Item]) -> Decision:

@@ -117,8 +117,8 @@ class Sketch:
     def figures(self, decision: Decision, blocks: Blocks = NO_MORE) -> Figures | None:
         """Return the figures of a step, with more periods in ``blocks``; None if only a trial tells them."""
         kept, sliced, lookahead = decision.kept, decision.sliced, decision.lookahead
-        if not self._trial.uses.sources.isdisjoint(kept):
-            return None  # the partitioner may save what is computed of these
+        if decision.hosted or not self._trial.uses.sources.isdisjoint(kept):
+            return None  # gathers wait for copies, or the partitioner may save what is computed of these
         roles = self._roles(self._plan(kept, sliced, lookahead))
         if roles is None:
             return None

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -42,7 +42,7 @@ from ..cost.steps import NO_MORE, Blocks, Bytes, Half, Turn, Unsettled, half_alo
 from ..ir.aliases import base_of, tensor_bytes, tensors_of
 from ..ir.meta import OFFLOADED, tag
 from ..ir.plan import Plan
-from ..ir.provenance import reduce_nodes, unshard_nodes
+from ..ir.provenance import find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from ..schedule.planner import StepUses, plan_graph, uses_keeping
 from ..schedule.slices import chosen_slices, use_first_gather
 from ..schedule.structure import structure_of
@@ -80,6 +80,7 @@ class Trial:
     recomputed: frozenset[str]
     sliced: frozenset[str]
     offloaded: frozenset[str]
+    hosted: frozenset[str]
     uses: StepUses
     plan: Plan
     forward: Lowered
@@ -116,7 +117,12 @@ class Decision:
     recomputed: frozenset[str] = frozenset()
     sliced: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
-    lookahead: int = 1
+    hosted: frozenset[str] = frozenset()  # their shards are on the host
+    lookahead: int = field(default=1, kw_only=True)
+
+    @property
+    def names(self) -> tuple[frozenset[str], ...]:
+        return self.kept, self.recomputed, self.sliced, self.offloaded, self.hosted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +141,9 @@ class Figures(Decision):
         periods = periods or Periods(trial.forward.graph)
         sent = trial.forward.graph.find_nodes(op="call_function", target=launch_to_host)
         sent_bytes = [(base_of(one.all_input_nodes[0]).name, sum(map(tensor_bytes, tensors_of(one)))) for one in sent]
-        took = Decision(trial.kept, trial.recomputed, trial.sliced, trial.offloaded, trial.plan.lookahead)
+        took = Decision(
+            trial.kept, trial.recomputed, trial.sliced, trial.offloaded, trial.hosted, lookahead=trial.plan.lookahead
+        )
         return figures_of(took, trial.halves(periods), sent_bytes, trial.weight.stays.items(), periods, blocks)
 
 
@@ -153,11 +161,12 @@ def figures_of(
     """
     more = settled(halves[0], blocks), settled(halves[1], blocks)
     others = {name: more[0].get(turn, 0) for name, turn in periods.forward.items()}
-    held_bytes = sum(blocks.values()) * periods.held_bytes
+    here = periods.num_more(blocks, decision.hosted)
+    held_bytes = here * periods.held_bytes
     held_bytes += sum(num_bytes * others.get(name, 0) for name, num_bytes in stay_bytes)
     longer = lengthened(halves, more, (held_bytes,))
     left_bytes = sum(after.added()[0] - before.added()[0] for after, before in zip(longer, halves))
-    if left_bytes != sum(blocks.values()) * periods.left_bytes:
+    if left_bytes != here * periods.left_bytes:
         raise Unsettled  # a node of some period counts for none
     try:
         timelines = [*map(replay, longer)]
@@ -184,15 +193,20 @@ def trial_of(
     sliced: Collection[str] = (),
     lookahead: int = 1,
     offload: Collection[str] = (),
+    hosted: Collection[str] = (),
 ) -> Trial:
     """Predict the step of a joint graph that has gone through the passes before ``chosen_slices``; it is not changed.
 
-    With ``like_fsdp2``, predict it as FSDP2 runs it eagerly, and not as it is compiled.
+    The shards of ``hosted`` are taken to be on the host, and to get their gradients there. With ``like_fsdp2``, predict
+    it as FSDP2 runs it eagerly, and not as it is compiled.
     """
     graph = copy.deepcopy(joint)
     if like_fsdp2:
         for node in (*unshard_nodes(graph), *reduce_nodes(graph)):
             node.update_kwarg("bucketing", "group")
+    for one in (*find_unshards(graph), *find_reduces(graph)):
+        if one.fqn in hosted:
+            one.node.update_kwarg("device", str(one.node.meta["val"].device))
     uses = uses_keeping(graph, kept, recompute, sliced, offload)
     plan = uses.plan(lookahead)
     chosen_slices(graph, plan)
@@ -217,7 +231,7 @@ def trial_of(
         halves.append(Lowered(half, its_plan, items, memory, tuple(events), simulate(events)))
     first, then = halves
     away = frozenset(node.meta[OFFLOADED][0] for node in first.graph.nodes if is_copy(node))
-    names = frozenset(kept), frozenset(recompute), frozenset(sliced), away
+    names = frozenset(kept), frozenset(recompute), frozenset(sliced), away, frozenset(hosted)
     return Trial(*names, uses, plan, first, then, weight, num_results)
 
 

@@ -6,7 +6,8 @@
     view                          nothing: left out
 
 A wait says how many launches ago its own launch was. So equal layers have equal steps, whatever is computed in between,
-and a half with more of them has their steps as often:
+and a half with more of them has their steps as often. Only the wait at the end of backward, for gradients on their way
+to the host, is for whatever copies there are. A half with more layers:
 
     few          E | A A A A |B B B B | H         | is where a block begins
     repeated           = =     = =                a period, and the next one with the same steps
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,10 +45,10 @@ class Step:
     what: str  # LAUNCH, WAIT or COMPUTE
     seconds: float
     more: Bytes  # that are alive when it begins than when the one before it did; less than 0 if fewer are
-    group: str = ""  # of a launch
+    group: str = ""  # of a launch, or of all launches that a wait is for
     slows: float = 0.0  # of a launch: share of its speed that computation loses meanwhile
     link: str = ""  # of a launch: which other groups may share
-    back: tuple[int, ...] = ()  # of a wait: 1 where it waits for the last launch before it, 2 for the one before that
+    back: int = 0  # of a wait: 1 where it waits for the last launch before it, 2 for the one before; 0: for a group
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def half_along(
     """Return a half by its nodes' names and events, and the bytes alive at each; ``turns`` has the nodes' periods."""
     steps: list[Step] = []
     begins: dict[Turn, int] = {}
-    launched: dict[str, int] = {}
+    launched: dict[str, tuple[int, str]] = {}
     nothing = before = (0,) * len(held)
     for (name, events), now in zip(rows, alive, strict=True):
         more, before = plus(now, before, -1), now
@@ -90,31 +90,38 @@ def half_along(
     return Half(held, tuple(steps), tuple(sorted((place, turn) for turn, place in begins.items())))
 
 
-def _step_of(event: Event, more: Bytes, launched: dict[str, int]) -> Step:
-    """Return the step of an event; ``launched`` has the turn of each launch before it, and then its own."""
+def _step_of(event: Event, more: Bytes, launched: dict[str, tuple[int, str]]) -> Step:
+    """Return the step of an event; ``launched`` has the turn and the group of each launch, and gets its own."""
     if isinstance(event, Launch):
-        launched[event.name] = len(launched)
+        launched[event.name] = len(launched), event.group
         return Step(LAUNCH, event.seconds, more, event.group, event.slows_compute, event.link)
     if isinstance(event, Wait):
-        back = tuple(len(launched) - launched[name] for name in (event.name, *event.others))
-        return Step(WAIT, 0.0, more, back=back)
+        turn, group = launched[event.name]
+        if event.others:
+            return Step(WAIT, 0.0, more, group)
+        return Step(WAIT, 0.0, more, back=len(launched) - turn)
     return Step(COMPUTE, event.seconds, more)
 
 
 def replay(half: Half) -> Timeline:
     """Replay a half: how long it takes, and how much of that is waiting."""
     events: list[Event] = []
-    launched: list[str] = []
+    launched: list[int] = []
     for place, step in enumerate(half.steps):
         if step.what == WAIT:
-            name, *others = (launched[-back] for back in step.back)
-            events.append(Wait(name, others=tuple(others)))
+            last, *others = [launched[-step.back]] if step.back else _of_group(half, launched, step.group)
+            events.append(Wait(str(last), others=tuple(map(str, others))))
         elif step.what == LAUNCH:
-            launched.append(str(place))
+            launched.append(place)
             events.append(Launch(str(place), step.seconds, step.group, slows_compute=step.slows, link=step.link))
         else:
             events.append(Compute(str(place), step.seconds))
     return simulate(events)
+
+
+def _of_group(half: Half, launched: Iterable[int], group: str) -> list[int]:
+    """Return the launches of a group, the last one first."""
+    return [place for place in launched if half.steps[place].group == group][::-1]
 
 
 def peak(half: Half) -> Bytes:
@@ -132,13 +139,15 @@ def settled(half: Half, blocks: Blocks) -> dict[Turn, int]:
     """Return for each block a period that the next one repeats, and how many more there are."""
     same: dict[Turn, tuple[Step, ...]] = {}
     launched: list[Step] = []
+    together = {step.group for step in half.steps if step.what == WAIT and not step.back}
     none = False, -1
     for (begin, turn), (end, _) in itertools.pairwise([(0, none), *half.begins, (len(half.steps), none)]):
         its, first, awaited = half.steps[begin:end], len(launched), []
         for step in its:
             launched += [step] if step.what == LAUNCH else []
-            awaited += [launched[-back] for back in step.back]
-        if _kinds(awaited) == _kinds(launched[first:]):  # else it cannot go on so, though the next one may do the same
+            awaited += [launched[-step.back]] if step.back else []
+        alone = (one for one in launched[first:] if one.group not in together)
+        if _kinds(awaited) == _kinds(alone):  # else it cannot go on so, though the next one may do the same
             same[turn] = its
     found: dict[Turn, int] = {}
     for (turns, more), is_behind in itertools.product(blocks.items(), (False, True)):
@@ -172,16 +181,11 @@ def _repeated(half: Half, more: Mapping[Turn, int]) -> Half:
     launched = [0, *itertools.accumulate(step.what == LAUNCH for step in steps)]
     inserts = [(begin, end, more[turn]) for (begin, turn), (end, _) in itertools.pairwise(half.begins) if turn in more]
     for begin, end, times in inserts:  # what was launched before a period, and is not awaited in it, is now longer ago
-        farthest = max((back for step in half.steps[begin:end] for back in step.back), default=0)
+        farthest = max((step.back for step in half.steps[begin:end]), default=0)
+        passed = times * (launched[end] - launched[begin])
         for place in range(end, len(steps)):
-            earliest = launched[place] - launched[begin]
-            passed = [
-                times * (launched[end] - launched[begin]) * (back > max(farthest, earliest))
-                for back in half.steps[place].back
-            ]
-            if any(passed):
-                step = steps[place]
-                steps[place] = dataclasses.replace(step, back=tuple(map(operator.add, step.back, passed)))
+            if half.steps[place].back > max(farthest, launched[place] - launched[begin]):
+                steps[place] = dataclasses.replace(steps[place], back=steps[place].back + passed)
     for begin, end, times in reversed(inserts):
         steps[end:end] = steps[begin:end] * times
     return dataclasses.replace(half, steps=tuple(steps), begins=())

@@ -91,6 +91,12 @@ def note_taken(node: fx.Node, storages: Sequence[Storage]) -> None:
     node.meta[TAKEN] = _taken_from(storages)
 
 
+def name_in_forward(node: fx.Node) -> str:
+    """Return the name of the node of forward that made an input of backward, if that is known, or else its own."""
+    taken = node.meta.get(TAKEN)
+    return taken[0][0] if taken else node.name
+
+
 def _taken_from(storages: Iterable[Storage]) -> tuple[tuple[str, int, int], ...]:
     return tuple((one.node.name, one.place, one.num_bytes) for one in storages)
 

@@ -53,7 +53,8 @@ class Candidate:
     offloaded_bytes: int = 0  # of these activations
     copied_s: float = 0.0  # of the link, in both directions; what is not hidden is part of ``exposed_s``
     states_bytes: int = 0  # of the optimizer's states, on the host
-    states_s: float = 0.0  # of the optimizer's step, for copying them; no part of ``seconds``
+    states_s: float = 0.0  # of the optimizer's step, for copies; no part of ``seconds``
+    num_hosted: int = 0  # layers whose shards and gradients are on the host
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ class Choice:
             return said + (copied if one.num_offloaded else "")
 
         def away(one: Candidate) -> str:
-            return f", {as_size(one.states_bytes)} of states on the host for {one.states_s * 1e3:.3f} ms"
+            what = [f"{as_size(one.states_bytes)} of states"] if self.states_bytes else []
+            what += [f"shards of {one.num_hosted} layers"] if one.num_hosted else []
+            return f", {' and '.join(what)} on the host for {one.states_s * 1e3:.3f} ms" if what else ""
 
         return "\n".join(
             [
@@ -105,7 +108,7 @@ class Choice:
                     f"  {mark} {one.name:<{width}}  {one.num_kept:>5} kept  {besides(one)}"
                     f"peak {as_size(one.peak_bytes):>10}  "
                     f"{one.seconds * 1e3:.3f} ms, {one.exposed_s * 1e3:.3f} of them waiting"
-                    + (away(one) if self.states_bytes else "")
+                    + away(one)
                     + ("" if one.peak_bytes <= self.budget_bytes else "  (over the budget)")
                     for mark, one in rows
                 ),

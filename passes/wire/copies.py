@@ -52,10 +52,15 @@ def _launch_to_host_fake(activation: Tensor) -> Tensor:
 
 def _launch_to_host_kernel(activation: Tensor) -> Tensor:
     on_host = streams.accelerator.on_host(activation, pinned=activation.device.type != "cpu")
-    with streams.Aside(streams.accelerator.beside(streams.TO_HOST, activation.device)) as copy:
-        on_host.copy_(activation, non_blocking=True)
-    streams.launched(on_host, copy, read=activation)
+    launch_over(on_host, activation)
     return on_host
+
+
+def launch_over(on_host: Tensor, here: Tensor) -> None:
+    """Start to copy a tensor of the device over one of the host, beside the current stream, until ``streams.join``."""
+    with streams.Aside(streams.accelerator.beside(streams.TO_HOST, here.device)) as copy:
+        on_host.copy_(here, non_blocking=True)
+    streams.launched(on_host, copy, read=here)
 
 
 def _launch_to_device_kernel(kept: Tensor, device: str) -> Tensor:
@@ -90,6 +95,7 @@ launch_to_host = define_op(
 launch_to_device = define_op(
     "launch_to_device(Tensor kept, str device) -> Tensor", _launch_to_device_kernel, _to_device_fake, _TAGS
 )
+TAKE_FROM_HOST = {to_device, launch_to_device}  # ops whose inputs are there
 
 
 def is_copy(node: fx.Node) -> bool:
@@ -105,7 +111,7 @@ def is_awaited(node: fx.Node) -> bool:
 def is_on_host(node: fx.Node) -> bool:
     """Whether a node's value is in the host's memory for a while, also if the host itself computes."""
     if node.op == "placeholder":
-        return any(user.target in (to_device, launch_to_device) for user in node.users)
+        return any(user.target in TAKE_FROM_HOST for user in node.users)
     return node.target in (to_host, launch_to_host)
 
 

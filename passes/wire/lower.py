@@ -26,7 +26,7 @@ from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
 from . import streams
 from .collectives import KIND_OF, all_gather_members, all_gather_of, c10d, reduce_scatter_members, wait, wait_tensor
-from .copies import let_inductor_see_copies, to_device, to_host
+from .copies import TAKE_FROM_HOST, let_inductor_see_copies, to_device, to_host
 from .layout import ShardLayout, places_of_members, sends_members
 from .ledger import note
 from .packing import Packing, copied, pack
@@ -111,6 +111,7 @@ gather_offloaded = define_op(
     (torch.Tag.cudagraph_unsafe,),
 )
 KIND_OF[gather_offloaded] = "all_gather"
+TAKE_FROM_HOST.add(gather_offloaded)
 
 
 def let_inductor_see_offloaded() -> None:
