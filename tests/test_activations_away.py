@@ -355,6 +355,8 @@ def test_words_that_nobody_knows_are_refused(may: Any) -> None:
         configure(model, memory_budget="1GiB", may=may)
     with pytest.raises(ValueError, match=r"may is what a memory_budget may choose"):
         configure(model, may=("gather",))
+    with pytest.raises(ValueError, match=r"a budget cannot move its shards\. `fsdp-compile plan` with .* shards`"):
+        configure(model, memory_budget="1GiB", may=("gather", "shards"))
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------

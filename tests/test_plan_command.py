@@ -297,9 +297,10 @@ WORLD = ("--world-size", "16")
         ((MODEL, *WORLD, "--memory", "80"), r"--memory 80 has no unit, so it is 80 bytes: write 80GiB, or 80B"),
         ((MODEL, *WORLD, "--budget", "60"), r"--budget 60 has no unit, so it is 60 bytes: write 60GiB"),
         ((MODEL, *WORLD, "--may", "offload"), r"--may says what is chosen within a budget, and there is none: add --budget"),
-        ((MODEL, *WORLD, "--budget", "rest", "--may", "shards"), r"where adamw would update them.*: add --optimizer adamw-on-host"),
-        (("tests.test_plan_command:one_layer", *WORLD, "--budget", "rest", "--optimizer", "none", "--may", "shards"),
-         r"no layers repeat in this model, and --may shards is of the shards of layers: take it out"),
+        ((MODEL, *WORLD, "--budget", "rest", "--may", "shards"), r"--may shards needs an optimizer that .*: add --optimizer adamw-on-host"),
+        (("tests.test_plan_command:one_layer", *WORLD, "--budget", "rest", "--optimizer", "adamw-on-host", "--may", "shards"),
+         r"no layers repeat in this model, and --may shards moves the shards of layers: take it out"),
+        ((MODEL, *WORLD, "--sweep", "--optimizer", "adamw-on-host", "--may", "shards"), r"--sweep tries .*: take one of the two out"),
         ((MODEL, *WORLD, "--batch", "8192"), r"--batch 8192 is no batch: give .* such as 2x8192"),
         ((MODEL, "--world-size", "none"), r"--world-size none is no number of ranks: give"),
         (("tests.test_plan_command:tinny", *WORLD), r"no function called tinny: give a function of it, such as tiny"),
@@ -366,6 +367,11 @@ def test_a_model_that_does_not_fit_says_what_would_help(capsys: Any) -> None:
     assert code == 2 and not plan["fits"] and data["best"] is None
     assert plan["peak_bytes"] == sum(plan["peak_bytes_by_kind"].values()) > 6_500_000
     assert "does not fit: it needs" in error and "so add --checkpointing full" in error
+    away = "--budget rest --may gather recompute offload shards"
+    params = 4 * sum(param.numel() for param in Tiny().parameters()) // RANKS
+    for times, optimizer, said in ((3, "adamw", "or try --optimizer adamw-on-host."), (1, "adamw-on-host", away)):
+        _, _, error = _plans(capsys, *arguments, "--memory", f"{times * params}B", "--optimizer", optimizer)
+        assert said in error
 
 
 def with_adapters() -> nn.Module:

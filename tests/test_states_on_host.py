@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -283,6 +285,48 @@ def test_a_class_updates_copies_of_offloaded_shards_on_the_device() -> None:
     reference.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("make", [AdamW, functools.partial(AdamW, fused=True), Adagrad])
+def test_all_states_are_where_the_class_updates(make: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are small, or were loaded or made before the first step. The device is meta, which has no data."""
+    seen: set[str] = set()
+    monkeypatch.setattr(on_host, "owners_device", lambda param: torch.device("meta"))
+    monkeypatch.setattr(copies, "launch_over", lambda written, read: None)
+    params, others = _matched(2)
+    reference = make(others)
+    reference.step()
+
+    def note(optimizer: Optimizer, *_: Any) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            assert param.grad is not None
+            seen.update(one.device.type for one in (param, param.grad, *optimizer.state[param].values()) if one.ndim)
+            seen.update(one.device.type for one in optimizer.state[param].values() if optimizer.defaults.get("fused"))
+
+    def with_note(*args: Any, **settings: Any) -> Optimizer:
+        class Noting(make.func if isinstance(make, functools.partial) else make):  # type: ignore[misc]
+            def step(self, closure: Any = None) -> Any:
+                note(self)
+
+        return Noting(*args, **settings)
+
+    optimizer = StatesOnHost(params, with_note, **getattr(make, "keywords", {}))
+    optimizer.load_state_dict(reference.state_dict())
+    optimizer.step()
+    assert seen == {"meta"}
+
+
+def test_a_copy_steps_as_the_optimizer_does() -> None:
+    params, others = _matched(2)
+    optimizer, reference = StatesOnHost(params, AdamW), AdamW(others)
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    for one, other in zip(copied.param_groups[0]["params"], others):
+        one.grad = other.grad
+    for one in (copied, reference, reference):
+        one.step()
+    for one, other in zip(copied.param_groups[0]["params"], others):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.usefixtures("elsewhere")
 def test_a_step_on_copies_that_raises_can_be_taken_again() -> None:
     class Raising(AdamW):
@@ -310,7 +354,7 @@ def test_a_step_on_copies_that_raises_can_be_taken_again() -> None:
     optimizer.step()
     reference.param_groups[0]["params"] = others[4:]
     reference.step()
-    assert {*optimizer.state} == {*params} and not optimizer._here
+    assert {*optimizer.state} == {*params} and not optimizer._inner.param_groups
     for one, other in zip(params, others):
         assert torch.equal(one, other)
 

@@ -210,9 +210,9 @@ def _budget(
         unknown = [may] if isinstance(may, str) else [one for one in may if one not in MAY]
         if SHARDS in unknown:
             raise ValueError(
-                f"may={may!r}: the shards of a model are where it was sharded, and a budget cannot move them. Run "
-                f"`fsdp-compile plan ... --may {' '.join(MAY)} {SHARDS}`, which says of how many layers they should be "
-                "on the host, and shard these with offload_policy=CPUOffloadPolicy()."
+                f"may={may!r}: the model is sharded already, and a budget cannot move its shards. `fsdp-compile plan` "
+                f"with `--may {' '.join(MAY)} {SHARDS}` says how many layers should have theirs on the host. Give "
+                "these offload_policy=CPUOffloadPolicy()."
             )
         if unknown or not may:
             raise ValueError(f"may={may!r} is not a tuple of some of {known}. What is left out stays as it is.")

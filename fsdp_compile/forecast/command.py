@@ -174,13 +174,18 @@ def _read_configuration(
     if arguments.may and budget is None and not arguments.sweep:
         raise Mistake("--may says what is chosen within a budget, and there is none: add --budget 60GiB, or 'rest'.")
     may = tuple(arguments.may) if arguments.may else Configuration.may
-    if SHARDS in may and hardware.optimizer != "none" and not hardware.on_host:
+    if SHARDS in may and not hardware.on_host:
         raise Mistake(
-            f"--may {SHARDS} has shards on the host, where {hardware.optimizer} would update them, and how long that "
-            f"takes is not known: add --optimizer adamw{ON_HOST}, whose states and shards are updated on the device."
+            f"--may {SHARDS} needs an optimizer that updates shards of the host on the device: add --optimizer "
+            f"adamw{ON_HOST}."
         )
     if SHARDS in may and find_run(made.model) is None:
-        raise Mistake(f"no layers repeat in this model, and --may {SHARDS} is of the shards of layers: take it out.")
+        raise Mistake(f"no layers repeat in this model, and --may {SHARDS} moves the shards of layers: take it out.")
+    if SHARDS in may and arguments.sweep:
+        raise Mistake(
+            f"--sweep tries configurations without a budget first, and --may {SHARDS} is for those that do not fit so: "
+            "take one of the two out."
+        )
     return Configuration(_mesh(arguments), batch, sequence, arguments.checkpointing, budget, may)
 
 

@@ -117,7 +117,7 @@ def _advice_on_budget(one: Forecast, budget: int) -> str:
         helps.insert(0, "--checkpointing full")
     if OFFLOAD not in said.may:
         helps.insert(0, f"--may {' '.join(MAY)}")
-    elif SHARDS not in said.may and one.hardware.on_host:
+    elif SHARDS not in said.may and one.hardware.on_host and one.num_periods > 1:
         helps.insert(0, f"--may {' '.join(said.may)} {SHARDS}")
     return (
         f"forward and backward may hold {size(budget)} on each rank, and the least that they need ({said}) is "
@@ -140,8 +140,9 @@ def advice(one: Forecast | TooLarge, weights: Weights) -> str:
         other = f"{one.hardware.optimizer}{ON_HOST}"
         others = dataclasses.replace(one.hardware, optimizer=other) if other in OPTIMIZERS else one.hardware
         helps = f", or try --optimizer {others.optimizer}" if others.on_host else ""
-        if weights.standing_bytes(said.mesh, others) > memory and helps:
-            helps += f" --budget rest --may {' '.join((*MAY, SHARDS))}"
+        if weights.standing_bytes(said.mesh, others) > memory:
+            leaves = bool(helps) and one.num_periods > 1
+            helps = f"{helps} --budget rest --may {' '.join((*MAY, SHARDS))}" if leaves else ""
         return (
             f"{needs}: {_standing(one)} alone are {size(standing)}, so share the parameters out over at least {ranks} "
             f"ranks (the last number of --mesh){helps}."

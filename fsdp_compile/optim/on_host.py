@@ -6,7 +6,7 @@
 
 The optimizer's own class computes on the device, so the numbers are those of the class, and a step takes as long as the
 copies do. Offloaded shards and their gradients (CPUOffloadPolicy) are copied there with their states. The class gets
-another parameter in the place of each, and what it makes of that is copied back.
+another parameter in the place of each, with the same attributes, and what it makes of that is copied back.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StatesOnHost(UpdatingOptimizer):
 
     _copied = ("_make", "_settings", "_keep", "_away")
     _least_bytes = LEAST_BYTES  # of a tensor that is worth a copy
-    _bucket_bytes = 64 << 20  # of the shards that one bucket updates; three buckets have their states on the device
+    _bucket_bytes = 64 << 20  # of the shards that one bucket updates; the device has what is copied for three buckets
 
     def __init__(
         self,
@@ -59,7 +59,6 @@ class StatesOnHost(UpdatingOptimizer):
         self._keep = 0 if keep == 0 else bytes_of("keep", keep)
         self._chosen: Callable[[], int | None] = _nothing
         self._away: set[Tensor] = set()  # parameters whose states are on the host
-        self._here: dict[Tensor, Tensor] = {}  # during a step, what is updated in the place of offloaded parameters
         self._inner = optimizer_class(params, **settings)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.state = self._inner.state  # Adagrad has states from the begin
@@ -106,44 +105,49 @@ class StatesOnHost(UpdatingOptimizer):
         return [_num_bytes(one) / like.numel() for one in tensors_in(probe.state[like]) if one.ndim]
 
     def _update(self) -> None:
-        buckets = [*self._buckets()]
+        buckets = [*self._buckets(), (0, [])]
         after = [group_settings(group) for group in self.param_groups]
         chosen = self._chosen()
         room = self._keep if chosen is None else chosen
         coming: list[Tensor] = []  # copies that nothing has waited for
         leaving: list[Tensor] = []
+        here: dict[Tensor, Tensor] = {}  # what is updated in the place of offloaded parameters
         try:
-            self._bring(buckets[0][1] if buckets else (), coming)
-            for (number, params), (_, following) in itertools.zip_longest(buckets, buckets[1:], fillvalue=(0, [])):
+            self._bring(*buckets[0], here, coming)
+            for (number, params), following in itertools.pairwise(buckets):
                 _join(coming)
-                self._bring(following, coming)
-                after[number] = self._updated(params, group_settings(self.param_groups[number]))
-                _join(leaving)  # so that the device has the states of three buckets, and not of all
-                self._write_back(params, leaving)
+                self._bring(*following, here, coming)
+                its = {param: here.pop(param) for param in params if param in here}
+                try:
+                    after[number] = self._updated(params, its, group_settings(self.param_groups[number]))
+                finally:
+                    _join(leaving)  # so that the device has the states of three buckets, and not of all
+                    _write_back(its, leaving)
                 room = self._send(params, room, leaving)
         finally:
-            self._here.clear()
             _join([*coming, *leaving])
             streams.wait_on_cpu()  # whoever reads the states finds what the step wrote
         for group, said in zip(self.param_groups, after):
             group.update(said)
 
-    def _updated(self, params: Iterable[Tensor], settings: dict[str, Any]) -> dict[str, Any]:
-        """Have the class update some parameters of a group; return what the group says then.
+    def _updated(
+        self, params: Iterable[Tensor], others: Mapping[Tensor, Tensor], settings: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Have the class update some parameters of a group, or others in their place; return what the group says then.
 
         Each bucket of a group begins with what the group says, and a step may count in there.
         """
-        others = {param: self._here[param] for param in params if param in self._here}
         self._inner.param_groups = [{**settings, "params": [others.get(param, param) for param in params]}]
         self._inner.state = self.state
         for param, other in others.items():
             _rename(self.state, param, other)
         try:
             step_without_hooks(self._inner)
+            return group_settings(self._inner.param_groups[0])
         finally:
+            self._inner.param_groups = []  # else the last bucket's copies would stay
             for param, other in others.items():
                 _rename(self.state, other, param)
-        return group_settings(self._inner.param_groups[0])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -174,26 +178,38 @@ class StatesOnHost(UpdatingOptimizer):
             if bucket:
                 yield number, bucket
 
-    def _bring(self, params: Iterable[Tensor], started: list[Tensor]) -> None:
-        """Start to copy to the device what is not there of these parameters, if they have gradients."""
+    def _bring(
+        self, number: int, params: Iterable[Tensor], here: dict[Tensor, Tensor], started: list[Tensor]
+    ) -> None:
+        """Start to copy to the device what is not there of a group's parameters, if they have gradients."""
         for param in params:
             if param.grad is None:
                 continue
             to_device = functools.partial(copies.launch_to_device, device=str(owners_device(param)))
-            if param in self._away:
-                self.state[param] = self._moved(self.state[param], to_device, started)
-                self._away.remove(param)
             if _is_offloaded(param):
-                self._here[param] = here = nn.Parameter(_copied(param, to_device, started))
-                here.grad_dtype = param.grad.dtype
-                here.grad = _copied(param.grad, to_device, started)
+                here[param] = self._copy_of(param, self.param_groups[number], to_device, started)
+            elif param in self._away:
+                self.state[param] = self._moved(self.state[param], to_device, started)
+            self._away.discard(param)
 
-    def _write_back(self, params: Iterable[Tensor], started: list[Tensor]) -> None:
-        """Start to copy what was updated in the place of offloaded parameters over these."""
-        for param in params:
-            if param in self._here:
-                copies.launch_over(local_of(param), local_of(self._here.pop(param)))
-                started.append(local_of(param))
+    def _copy_of(
+        self, param: Tensor, group: dict[str, Any], to_device: Callable[[Tensor], Tensor], started: list[Tensor]
+    ) -> Tensor:
+        """Start to copy an offloaded parameter, its gradient and its states. After a load, all states are with it."""
+        assert param.grad is not None
+        other = nn.Parameter(_start_copy(param, to_device, started))
+        vars(other).update(vars(param))
+        other.grad_dtype = param.grad.dtype
+        other.grad = _start_copy(param.grad, to_device, started)
+        counts_there = group.get("fused") or group.get("capturable")  # else a class has the number of steps on the CPU
+
+        def brought(state: Tensor) -> Tensor:
+            is_apart = local_of(state).device == local_of(param).device and (state.ndim > 0 or counts_there)
+            return _start_copy(state, to_device, started) if is_apart and _can_move(state) else state
+
+        if param in self.state:
+            self.state[param] = map_tensors(self.state[param], brought)
+        return other
 
     def _send(self, params: Iterable[Tensor], room: int, started: list[Tensor]) -> int:
         """Start to copy states to the host, but for the first ones that there is room for; return what room is left."""
@@ -215,19 +231,17 @@ class StatesOnHost(UpdatingOptimizer):
         streams.wait_on_cpu()
 
     def _is_moved(self, tensor: Tensor) -> bool:
-        local = local_of(tensor)
-        can_be = type(local) is Tensor or subclasses.is_traceable(local)  # else nothing tells what a tensor is made of
-        return can_be and tensor.ndim > 0 and _num_bytes(tensor) >= self._least_bytes
+        return _can_move(tensor) and tensor.ndim > 0 and _num_bytes(tensor) >= self._least_bytes
 
     def _bytes_of(self, state: Any) -> int:
         return sum(_num_bytes(one) for one in tensors_in(state) if self._is_moved(one))
 
     def _moved(self, state: Any, copy: Callable[[Tensor], Tensor], started: list[Tensor]) -> Any:
         """Return a state with copies of its large tensors, which are added to those that were ``started``."""
-        return map_tensors(state, lambda one: _copied(one, copy, started) if self._is_moved(one) else one)
+        return map_tensors(state, lambda one: _start_copy(one, copy, started) if self._is_moved(one) else one)
 
 
-def _copied(tensor: Tensor, copy: Callable[[Tensor], Tensor], started: list[Tensor]) -> Tensor:
+def _start_copy(tensor: Tensor, copy: Callable[[Tensor], Tensor], started: list[Tensor]) -> Tensor:
     """Start to copy a tensor; of a subclass, the tensors inside it."""
 
     def launched(plain: Tensor) -> Tensor:
@@ -238,9 +252,22 @@ def _copied(tensor: Tensor, copy: Callable[[Tensor], Tensor], started: list[Tens
     return dtensors.dtensor_like(tensor, local) if isinstance(tensor, DTensor) else local
 
 
+def _write_back(others: Mapping[Tensor, Tensor], started: list[Tensor]) -> None:
+    """Start to copy what was updated in the place of offloaded parameters over these."""
+    for param, other in others.items():
+        for written, read in zip(*(subclasses.plain_tensors_in(local_of(one)) for one in (param, other))):
+            copies.launch_over(written, read)
+            started.append(written)
+
+
 def _rename(state: dict[Tensor, Any], param: Tensor, other: Tensor) -> None:
     if param in state:
         state[other] = state.pop(param)
+
+
+def _can_move(tensor: Tensor) -> bool:
+    """Whether something tells what a tensor is made of."""
+    return type(local_of(tensor)) is Tensor or subclasses.is_traceable(local_of(tensor))
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -313,7 +313,7 @@ class _Search:
         return self._periods.num_with(hosted) * self._periods.updated_bytes
 
     def _exactly(self, decision: Decision) -> tuple[Decision, Figures | None]:
-        """Return a decision with the shards on the host that must be, of as few layers as can be, and its figures."""
+        """Return a decision with the shards of about as few layers on the host as it needs, and its figures."""
         figures = self._figures(decision, sketch=False)
         if figures is None or figures.hosted or not self._standing.shards_away(figures.peak_bytes, self._budget):
             return decision, figures

@@ -4,8 +4,8 @@
              | a lower peak             | states            |
              | a peak above the budget                  |        all states on the host, and some layers' shards
 
-So a byte that the step saves is worth at least the seconds that a byte of these costs on the host. A byte of shards
-costs more: gathers wait for it, and gradients follow it. Both are updated on the device (optim.StatesOnHost).
+So a byte that the step saves is worth at least the seconds that a byte of these costs on the host. States leave first:
+gathers wait for shards as well, and gradients follow them. Both are updated on the device (optim.StatesOnHost).
 """
 
 from __future__ import annotations
@@ -46,6 +46,6 @@ class Standing:
 
         Less than nothing: shards leave for it.
         """
-        stay = self.states_bytes and self.states_seconds(self.states_bytes) / self.states_bytes > worth
-        leave = self.shards_bytes and self.shards_s / self.shards_bytes <= worth
-        return (self.states_bytes if stay else 0) - (self.shards_bytes if leave else 0)
+        if self.states_bytes and self.states_seconds(self.states_bytes) / self.states_bytes > worth:
+            return self.states_bytes
+        return -self.shards_bytes if self.shards_bytes and self.shards_s / self.shards_bytes <= worth else 0

@@ -7,7 +7,7 @@
 
 A wait says how many launches ago its own launch was. So equal layers have equal steps, whatever is computed in between,
 and a half with more of them has their steps as often. Only the wait at the end of backward, for gradients on their way
-to the host, is for whatever copies there are. A half with more layers:
+to the host, is for as many copies as there are.
 
     few          E | A A A A |B B B B | H         | is where a block begins
     repeated           = =     = =                a period, and the next one with the same steps
@@ -98,6 +98,7 @@ def _step_of(event: Event, more: Bytes, launched: dict[str, tuple[int, str]]) ->
     if isinstance(event, Wait):
         turn, group = launched[event.name]
         if event.others:
+            assert {launched[name][1] for name in event.others} == {group}, "a wait is for copies in one lane"
             return Step(WAIT, 0.0, more, group)
         return Step(WAIT, 0.0, more, back=len(launched) - turn)
     return Step(COMPUTE, event.seconds, more)

@@ -56,11 +56,11 @@ def _launch_to_host_kernel(activation: Tensor) -> Tensor:
     return on_host
 
 
-def launch_over(on_host: Tensor, here: Tensor) -> None:
+def launch_over(written: Tensor, read: Tensor) -> None:
     """Start to copy a tensor of the device over one of the host, beside the current stream, until ``streams.join``."""
-    with streams.Aside(streams.accelerator.beside(streams.TO_HOST, here.device)) as copy:
-        on_host.copy_(here, non_blocking=True)
-    streams.launched(on_host, copy, read=here)
+    with streams.Aside(streams.accelerator.beside(streams.TO_HOST, read.device)) as copy:
+        written.copy_(read, non_blocking=True)
+    streams.launched(written, copy, read=read)
 
 
 def _launch_to_device_kernel(kept: Tensor, device: str) -> Tensor:
@@ -95,7 +95,7 @@ launch_to_host = define_op(
 launch_to_device = define_op(
     "launch_to_device(Tensor kept, str device) -> Tensor", _launch_to_device_kernel, _to_device_fake, _TAGS
 )
-TAKE_FROM_HOST = {to_device, launch_to_device}  # ops whose inputs are there
+TAKE_FROM_HOST = {to_device, launch_to_device}  # ops whose inputs are there; ``lower`` adds its own
 
 
 def is_copy(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
     current      the model computes, collectives are launched and waited for, graphs run
     TO_DEVICE    shards of offloaded units are copied, and their gathers launched behind that; activations come back
     TO_HOST      reduced gradients of offloaded units are copied, and activations that backward will need
+    both         what an optimizer updates is copied (optim/on_host.py)
     a user's     an all-reduce hook runs
 
     current      | layer 1                      | join | layer 2
@@ -133,7 +134,7 @@ def launched(written: Tensor, work: Aside | None = None, read: Tensor | None = N
     ``read`` is not freed before somebody waits.
     """
     stream = accelerator.current(written.device) if work is None else work.stream
-    if stream is not None:
+    if stream is not None and written.numel():  # all that is empty has one address
         _launches[written.data_ptr()] = stream, work, read
 
 
@@ -148,6 +149,6 @@ def join(written: Tensor) -> None:
 
 
 def wait_on_cpu() -> None:
-    """Have the CPU wait for all copies of gradients to it."""
+    """Have the CPU wait for all copies to it."""
     for stream in accelerator.all_of(TO_HOST):
         accelerator.synchronize(stream)
