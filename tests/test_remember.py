@@ -21,6 +21,7 @@ from fsdp_compile.passes import _torch_compat as compat
 from fsdp_compile.passes.budget import budget, remember
 from fsdp_compile.passes.budget.remember import remembered
 from fsdp_compile.passes.budget.residency import choose
+from fsdp_compile.passes.budget.trial import Decision
 from fsdp_compile.passes.ir.plan import Candidate, Choice
 from fsdp_compile.passes.ir.provenance import settle_names
 from fsdp_compile.passes.ranks.settle import Settled
@@ -215,7 +216,7 @@ def test_the_key_is_the_same_under_every_hash_seed() -> None:
 
 @pytest.mark.parametrize(("said", "searches"), [(Budget(share=0.5), 2), (Budget(1 << 30), 1)])
 def test_a_share_of_what_is_free_is_other_bytes_each_time(said: Budget, searches: int, folder: Path) -> None:
-    with mock.patch.object(budget, "searched", return_value=FOUND) as searching:
+    with mock.patch.object(budget, "searched", return_value=(Decision(), CHOICE)) as searching:
         decided = [budget._decide(said, product(), rank) for rank in (0, 4)]
     assert searching.call_count == searches
     assert [one.choice and one.choice.rank for one in decided] == [0, 4]  # whoever decides, from wherever it has that
