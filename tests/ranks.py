@@ -34,7 +34,7 @@ filters_of_test: list[str] = []
 class Ranks(Crew):
     """``num_ranks`` processes with one group, started when first used and anew after a failure; with NCCL, on GPUs.
 
-    If a ``link`` is given, the two ranks talk over it, in place of loopback.
+    With a ``link`` there are two ranks, which send to each other over that link. Other ranks use the loopback device.
     """
 
     def __init__(self, num_ranks: int, backend: str = "gloo", link: SlowLink | None = None) -> None:

@@ -236,7 +236,7 @@ def test_copies_and_steps_are_in_order(
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every shard is taken to be on the host, and the CPU to be a device that the model computes on."""
+    """The optimizer takes every shard for an offloaded one, and the CPU for the device of the model."""
     monkeypatch.setattr(on_host, "_is_offloaded", lambda param: True)
 
 
@@ -295,7 +295,7 @@ def test_all_states_are_where_the_class_updates(make: Callable[..., Optimizer], 
     reference = make(others)
     reference.step()
 
-    def note(optimizer: Optimizer, *_: Any) -> None:
+    def note(optimizer: Optimizer) -> None:
         for param in optimizer.param_groups[0]["params"]:
             assert param.grad is not None
             seen.update(one.device.type for one in (param, param.grad, *optimizer.state[param].values()) if one.ndim)

@@ -188,7 +188,7 @@ def _is_padded(lengths: Sequence[int]) -> bool:
 
 
 def windows_of(wholes: Iterable[Whole], most: int, in_pieces: bool) -> Iterator[list[Slab]]:
-    """Yield lists of slabs, in order: a list has at most ``most`` bytes, or a single slab that is larger."""
+    """Yield the slabs in lists, in order. A list has slabs of at most ``most`` bytes together, or one larger slab."""
     window: list[Slab] = []
     filled = 0
     for slab in (slab for whole in wholes for slab in whole.slabs(most, in_pieces)):

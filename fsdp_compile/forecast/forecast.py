@@ -16,7 +16,7 @@ from ..passes.budget.budget import searched
 from ..passes.budget.periods import FEW, Periods, layers_of, periods_of
 from ..passes.budget.residency import GATHER, OFFLOAD, RECOMPUTE
 from ..passes.budget.standing import Standing
-from ..passes.budget.trial import Decision, trial_of
+from ..passes.budget.trial import Decision, trial_as
 from ..passes.cost.profiles import HardwareProfile
 from ..passes.cost.roofline import node_flops
 from ..passes.cost.steps import Blocks, Bytes, Half, Unsettled, lengthened, peak, plus, replay, settled
@@ -264,9 +264,8 @@ class Planner:
 
 
 def both_halves(its: Decision, profile: HardwareProfile, periods: Periods, blocks: Blocks) -> BothHalves:
-    """Return the step with what was decided for few periods, and so many more in ``blocks``."""
-    how = its.recomputed, its.sliced, its.lookahead, its.offloaded, its.hosted
-    trial = trial_of(periods.graph, its.kept, profile, None, False, *how)
+    """Return both halves of a step: ``its`` is decided for few periods, and ``blocks`` says how many more are alike."""
+    trial = trial_as(its, periods.graph, profile)
     first = half_of(trial.forward, periods.forward, (), {})
     then = half_of(trial.backward, periods.backward, trial.weight.given_up, kinds_by_name(trial.forward.graph))
     returned = tuple(trial.weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)

@@ -152,8 +152,9 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
         allowed = functools.partial(budget.bytes_for, graph, profile)
         its, choice = searched(graph, allowed, profile, budget.may, states_bytes=budget.states_bytes)
         keep, again, slices, away, _ = (tuple(sorted(names)) for names in its.names)
-        plan = Plan("joint", keep=keep, recompute=again, slices=slices, offload=away, lookahead=its.lookahead)
-        return dataclasses.replace(plan, choice=choice)
+        return Plan(
+            "joint", keep=keep, recompute=again, slices=slices, offload=away, lookahead=its.lookahead, choice=choice
+        )
 
     decision = search() if budget.share is not None else remembered(graph, (budget, profile), search)
     assert decision.choice is not None

@@ -90,7 +90,7 @@ class Periods:
         return sum(not {*names}.isdisjoint(its) for its in self.names)
 
     def num_more(self, blocks: Blocks, without: Collection[str]) -> int:
-        """Return how many periods more there are in blocks that have none of these names."""
+        """Return how many of the periods that were left out belong to blocks without any of these names."""
         return sum(more for turns, more in blocks.items() if {*without}.isdisjoint(self.few[turns.start]))
 
 

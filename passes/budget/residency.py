@@ -38,7 +38,7 @@ from ..schedule.slices import keeps_slice, offers_slice
 from .periods import Periods, layers_of, periods_of
 from .sketch import Sketch, saved_without
 from .standing import Standing
-from .trial import Decision, Figures, trial_of
+from .trial import Decision, Figures, trial_as, trial_of
 
 MAY = GATHER, RECOMPUTE, OFFLOAD = "gather", "recompute", "offload"  # what a budget may choose
 SHARDS = "shards"  # what it may choose as well before a model is sharded: where the shards of layers are
@@ -267,8 +267,7 @@ class _Search:
             few = self._sketches[bool(of_few.recomputed)].figures(of_few, more) if sketch else None
             if few is None and cut:
                 gc.collect()  # graphs are cycles: the trials before this one would stay in memory
-                its = of_few.recomputed, of_few.sliced, of_few.lookahead, of_few.offloaded, of_few.hosted
-                trial = trial_of(self._periods.graph, of_few.kept, self._profile, self._groups, False, *its)
+                trial = trial_as(of_few, self._periods.graph, self._profile, self._groups)
                 few = Figures.of(trial, self._periods, more)
         except Unsettled:
             few = None

@@ -18,7 +18,7 @@ from ..cost.roofline import copy_seconds
 
 @dataclass(frozen=True)
 class Standing:
-    """The bytes of one rank, and what a step costs where some are on the host."""
+    """The bytes that one rank may have on the host throughout a step, and the seconds which that costs."""
 
     profile: HardwareProfile
     states_bytes: int = 0
@@ -30,7 +30,7 @@ class Standing:
         return min(max(peak_bytes + self.states_bytes - budget_bytes, 0), self.states_bytes)
 
     def shards_away(self, peak_bytes: int, budget_bytes: int) -> int:
-        """Return the bytes of shards that have to leave for a step with this peak."""
+        """Return how many bytes of shards have to leave, so that a step with this peak is within the budget."""
         return min(max(peak_bytes - budget_bytes, 0), self.shards_bytes)
 
     def states_seconds(self, away_bytes: int) -> float:

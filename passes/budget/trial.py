@@ -183,6 +183,12 @@ def figures_of(
     )
 
 
+def trial_as(its: Decision, joint: fx.Graph, profile: HardwareProfile, groups: Groups | None = None) -> Trial:
+    """Predict the step of a joint graph, as ``trial_of`` does, with what was decided."""
+    how = its.recomputed, its.sliced, its.lookahead, its.offloaded, its.hosted
+    return trial_of(joint, its.kept, profile, groups, False, *how)
+
+
 def trial_of(
     joint: fx.Graph,
     kept: Collection[str],

@@ -57,7 +57,7 @@ def _launch_to_host_kernel(activation: Tensor) -> Tensor:
 
 
 def launch_over(written: Tensor, read: Tensor) -> None:
-    """Start to copy a tensor of the device over one of the host, beside the current stream, until ``streams.join``."""
+    """Start to copy a tensor of the device into one of the host, beside other work; ``streams.join`` waits for it."""
     with streams.Aside(streams.accelerator.beside(streams.TO_HOST, read.device)) as copy:
         written.copy_(read, non_blocking=True)
     streams.launched(written, copy, read=read)
