@@ -200,7 +200,7 @@ def _zeros(node: fx.Node) -> Tensor:
 def _noisy() -> nn.Module:
     """Random numbers between the products, and one matrix that looks up and multiplies."""
     torch.manual_seed(0)
-    return shard(Stack(2, dim=32, tied=True, block=Noisy))
+    return shard(Stack(1, dim=32, tied=True, block=Noisy))
 
 
 def _trained(backend: str, away: bool, dynamic: bool | None = None, lengths: Collection[int] = (128,)) -> list[Tensor]:
@@ -244,12 +244,12 @@ def test_numbers_are_those_of_a_step_that_keeps_them_on_the_device(
     two_ranks: Ranks, backend: str, dynamic: bool | None, lengths: tuple[int, ...]
 ) -> None:
     here, there = two_ranks.run(_compared, backend, dynamic, lengths)
-    assert here == there >= 6
+    assert here == there >= 3
 
 
 def test_one_process_alone_copies_as_well() -> None:
     with pretended_world(1, "gloo"):
-        assert _compared("passes", None, (128, 128)) >= 6
+        assert _compared("passes", None, (128, 128)) >= 3
     torch._dynamo.reset()
 
 

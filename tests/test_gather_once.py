@@ -132,7 +132,7 @@ def scaled(*models: nn.Module) -> None:
 def test_graphs_gather_as_often_as_the_eager_path(how: Callable[[Any, int], None]) -> None:
     gathers: dict[str, list[list[int]]] = {}
     for path in ("eager", "passes"):
-        unsharded, model = pair(make=partial(Stack, 2))
+        unsharded, model = pair(make=partial(Stack, 1))
         run = compiled(model, path)
         how(model, -1)
         gathers[path] = []
@@ -154,7 +154,7 @@ def test_graphs_gather_as_often_as_the_eager_path(how: Callable[[Any, int], None
 @on_two_ranks
 def test_what_stays_goes_when_it_is_stale_and_with_the_model(bucketing: str) -> None:
     """A write between micro-batches, evaluation between them, ``reshard``, and the end of the model."""
-    unsharded, model = pair(make=partial(Stack, 2))
+    unsharded, model = pair(make=partial(Stack, 1))
     fsdp_compile.configure(model, gather="once a step", bucketing=bucketing)
     run = compiled(model, "passes")
     model.set_requires_gradient_sync(False)
@@ -162,7 +162,7 @@ def test_what_stays_goes_when_it_is_stale_and_with_the_model(bucketing: str) -> 
     assert both(run, unsharded, 1) == 0 < all_of_them
     with torch.no_grad():
         for one in (model, unsharded):
-            one.layers[1].up.bias.mul_(2.0)
+            one.layers[0].up.bias.mul_(2.0)
     assert 0 < both(run, unsharded, 2) <= all_of_them
     with torch.no_grad(), Wire() as wire:
         torch.testing.assert_close(run(tokens(3, 0)), unsharded(tokens(3, 0)))
@@ -211,7 +211,7 @@ def test_graphs_announce_the_launches_that_they_make() -> None:
 
 @on_two_ranks
 def test_a_rank_may_run_eagerly_beside_one_that_compiles() -> None:
-    unsharded, model = pair(make=partial(Stack, 2))
+    unsharded, model = pair(make=partial(Stack, 1))
     fsdp_compile.configure(model, gather="once a step")
     run = compiled(model, "passes")
     with torch.compiler.set_stance("force_eager" if dist.get_rank() == 1 else "default"):
@@ -262,7 +262,7 @@ def plan_within(model: Any, budget: int | str) -> Plan:
 
 @on_two_ranks
 def test_within_a_budget_what_it_keeps_is_gathered_once() -> None:
-    unsharded, model = pair(make=partial(Stack, 4))
+    unsharded, model = pair(make=partial(Stack, 2))
     fsdp_compile.configure(model, gather="once a step")
     sizes = {}
     for gather in ("for each micro-batch", "once a step"):
@@ -274,7 +274,7 @@ def test_within_a_budget_what_it_keeps_is_gathered_once() -> None:
     plan = plan_within(model, (smallest + largest) // 2)
     assert plan.choice is not None and plan.choice.is_met
     assert plan.keep and plan.regather
-    run = torch.compile(model, dynamic=True, fullgraph=True)
+    run = torch.compile(model, backend="passes", dynamic=True, fullgraph=True)
     for step in range(2):
         first, *others = accumulated(model, run, unsharded, range(4 * step, 4 * step + 4))
         assert 0 < others[0] == others[1] < first

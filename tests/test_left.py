@@ -19,7 +19,7 @@ from tests.on_ranks import on_two_ranks
 @on_two_ranks
 def test_an_optimizer_that_was_built_before_sharding_trains_the_shards(backend: str | None) -> None:
     torch.manual_seed(0)
-    model = Stack(2, tied=True)
+    model = Stack(1, tied=True)
     unsharded = copy.deepcopy(model)
     pairs = [(one, torch.optim.AdamW(one.parameters(), lr=1e-2)) for one in (model, unsharded)]
     for block in model.layers:

@@ -18,7 +18,7 @@ from fsdp_compile.optim import Muon, StatesOnHost, WholeTensorOptimizer, muon_gr
 from tests.comparing import assert_same_grads, assert_same_params, batches, full, loss_of, mine, reference_backward
 from tests.fsdp1_scripts import CPU, OURS, ModuleWrapPolicy
 from tests.models import Block, Stack, mesh_of, shard, twins
-from tests.on_ranks import on_four_ranks
+from tests.on_ranks import on_four_ranks, on_two_ranks
 
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.2}
 
@@ -136,7 +136,7 @@ def _train(step: Callable[[int], Any], model: nn.Module, reference: nn.Module, o
 @pytest.mark.parametrize("way", WAYS)
 @on_four_ranks
 def test_a_sharded_model_trains_as_the_unsharded_one(way: str, kind: str) -> None:
-    reference, model = twins(lambda: Stack(block=Mixed))
+    reference, model = twins(lambda: Stack(1, block=Mixed))
     ours, theirs = KINDS[kind]
     model = WAYS[way](model)
     optimizer = ours(model)
@@ -146,7 +146,7 @@ def test_a_sharded_model_trains_as_the_unsharded_one(way: str, kind: str) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 @on_four_ranks
 def test_an_optimizer_that_was_built_before_fsdp1_wrapped_its_model_has_the_shards(kind: str) -> None:
-    reference, model = twins(lambda: Stack(block=Mixed))
+    reference, model = twins(lambda: Stack(1, block=Mixed))
     ours, theirs = KINDS[kind]
     optimizer = ours(model)
     model = _fsdp1(model)
@@ -154,7 +154,7 @@ def test_an_optimizer_that_was_built_before_fsdp1_wrapped_its_model_has_the_shar
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@on_four_ranks
+@on_two_ranks
 def test_a_compiled_step_trains_as_the_unsharded_model(kind: str) -> None:
     """The optimizer's step runs as it is, behind the graphs of forward and backward."""
     reference, model = twins(lambda: Stack(1, block=Mixed))

@@ -115,6 +115,7 @@ def test_nothing_is_in_flight_beside_a_large_embeddings_gradient(vocab: int) -> 
 
 
 @pytest.mark.compat
+@pytest.mark.more
 @on_two_ranks
 def test_many_gathers_in_flight_on_gloo() -> None:
     """torch's own gather corrupts the heap within this number of turns."""

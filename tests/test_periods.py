@@ -12,7 +12,7 @@ from tests.test_chosen_slices import GROUPS, NODES, products
 LAYERS = 30
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7])
+@pytest.mark.parametrize("share", [0.3, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_figures_of_few_layers_are_those_of_a_trial_of_all(share: float) -> None:
     graph = products(LAYERS)
     periods = periods_of(graph)

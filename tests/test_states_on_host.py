@@ -401,13 +401,13 @@ def test_a_budget_below_the_peak_has_all_states_on_the_host() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:memory_budget is")
-@pytest.mark.parametrize("share", [0.0, 0.6])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.more), 0.6])
 @on_two_ranks
 def test_a_compiled_model_and_its_optimizer_are_within_one_budget(share: float) -> None:
-    reference, model = twins(lambda: Stack(3, dim=128, block=EvenBlock))
+    reference, model = twins(lambda: Stack(2, dim=128, block=EvenBlock))
     optimizer = StatesOnHost(shard(model).parameters(), AdamW, lr=3e-3)
     other, states_bytes = AdamW(reference.parameters(), lr=3e-3), optimizer.state_bytes()
-    assert states_bytes == 3 * 2 * 2 * 64 * KIB  # of the blocks' matrices; those of embedding and head are small
+    assert states_bytes == 2 * 2 * 2 * 64 * KIB  # of the blocks' matrices; those of embedding and head are small
     configure(model, memory_budget="1GiB", may=MAY, optimizer=optimizer)
     plan = planned(model, mine())
     assert plan.choice is not None and plan.choice.kept_states_bytes == states_bytes
