@@ -236,7 +236,7 @@ def _compared(backend: str, dynamic: bool | None, lengths: Collection[int]) -> i
     ("backend", "dynamic", "lengths"),
     [
         ("passes", True, (128, 96, 160)),
-        pytest.param("inductor", None, (128, 128), marks=pytest.mark.more),
+        pytest.param("inductor", None, (128, 128), marks=pytest.mark.slow),
         pytest.param("inductor", True, (128, 96), marks=pytest.mark.more),
     ],
 )

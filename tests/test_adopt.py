@@ -152,7 +152,7 @@ def show(rank):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("form", ["file", "package"])
+@pytest.mark.parametrize("form", [pytest.param("file", marks=pytest.mark.slow), "package"])
 def test_it_runs_as_python_runs_it_and_what_it_starts_adopts_as_well(tmp_path: Path, form: str) -> None:
     """Processes adopt that import torch; the user's own sitecustomize runs in all."""
     (tmp_path / "beside.py").write_text(BESIDE)

@@ -13,8 +13,8 @@ from tests.ranks import Ranks
     [
         ("eager, no_sync", "KeyError", 601),
         ("eager, checkpointed", "KeyboardInterrupt", 307),
-        pytest.param("blocks", "KeyError", 67, marks=pytest.mark.more),
-        pytest.param("whole", "KeyboardInterrupt", 11, marks=pytest.mark.more),
+        pytest.param("blocks", "KeyError", 131, marks=pytest.mark.more),
+        pytest.param("whole", "KeyboardInterrupt", 41, marks=pytest.mark.more),
     ],
 )
 def test_the_step_after_a_fault_is_right(two_ranks: Ranks, mode: str, error: str, every: int) -> None:

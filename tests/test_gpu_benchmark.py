@@ -24,7 +24,7 @@ REPORTED = {  # of each part, what its result says
 }
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_each_part_leaves_its_result(tmp_path: Path) -> None:
     """One part of each kind; the other ones of `--quick` are rows as well."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--out", str(tmp_path), "--only", *REPORTED]

@@ -86,7 +86,7 @@ def part(tmp_path: Path) -> Part:
     return run
 
 
-@pytest.mark.parametrize(("mode", "world"), [("eager", 3), pytest.param("inductor", 2, marks=pytest.mark.more)])
+@pytest.mark.parametrize(("mode", "world"), [("eager", 3), pytest.param("inductor", 2, marks=pytest.mark.slow)])
 def test_other_parameters_of_equal_shapes(part: Part, mode: str, world: int) -> None:
     """Which train wrong, without a word, where nobody compares: all ranks say so, and none trains to the end."""
     for rank in part("equal", mode, world):
@@ -113,7 +113,7 @@ def test_other_parameters_of_other_shapes(part: Part, case: str) -> None:
     ("case", "mode", "words"),
     [
         ("one", "eager", ("rank 1: ", "a.weight")),
-        ("one", "inductor", ("rank 1: ", "a.weight")),
+        pytest.param("one", "inductor", ("rank 1: ", "a.weight"), marks=pytest.mark.slow),
         ("alone", "aot_eager", ("rank 1: eager, all_gather of ",)),
     ],
 )

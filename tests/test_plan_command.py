@@ -443,7 +443,7 @@ def test_shards_of_as_many_layers_are_on_the_host_as_must_be() -> None:
     assert f"shards of {one.num_hosted} layers on the host" in console.export_text()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.usefixtures("world")
 def test_what_is_on_the_host_is_that_of_a_trial_of_all_layers() -> None:
     planner = planner_of(find_target("tests.test_plan_command:deep"))

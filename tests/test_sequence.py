@@ -51,7 +51,8 @@ def _launches(entry: Entry, mode: str, step: int, **options: Any) -> list[tuple[
     "name, options",
     [
         *(pytest.param(name, BY_DEFAULT, id=name) for name in (*PLAIN, "llama") if name not in PARTS),
-        *(pytest.param(name, BY_DEFAULT, id=name, marks=pytest.mark.more) for name in HUGGING_FACE if name != "llama"),
+        pytest.param("mixtral", BY_DEFAULT, id="mixtral", marks=pytest.mark.more),
+        pytest.param("t5", BY_DEFAULT, id="t5", marks=pytest.mark.slow),
         *(pytest.param(name, ALL_KEPT, id=f"{name}-all kept", marks=pytest.mark.more) for name in OF_EACH_KIND),
         *(pytest.param(name, NONE_KEPT, id=f"{name}-none kept", marks=pytest.mark.slow) for name in OF_EACH_KIND),
     ],

@@ -401,7 +401,7 @@ def test_a_budget_below_the_peak_has_all_states_on_the_host() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:memory_budget is")
-@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.more), 0.6])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.6])
 @on_two_ranks
 def test_a_compiled_model_and_its_optimizer_are_within_one_budget(share: float) -> None:
     reference, model = twins(lambda: Stack(2, dim=128, block=EvenBlock))

@@ -74,7 +74,7 @@ def test_its_tensor_parallel_layers_compile_to_trained_by_its_fsdp2(four_ranks: 
 @pytest.mark.more
 @pytest.mark.parametrize(
     "kind, sizes, how",
-    [("qwen2_moe", {}, "whole"), ("mixtral", {"ep_size": 2}, "eager"), ("mixtral", {"ep_size": 2}, "in parts")],
+    [("qwen2_moe", {}, "whole"), ("mixtral", {"ep_size": 2}, "eager"), pytest.param("mixtral", {"ep_size": 2}, "in parts", marks=pytest.mark.slow)],
 )
 def test_its_mixtures_of_experts(two_ranks: Ranks, tmp_path: Path, kind: str, sizes: dict[str, int], how: str) -> None:
     """Its exchange of tokens between ranks has sizes that depend on the data, where no graph goes on."""
