@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import MixedPrecisionPolicy, auto_shard, clip_grad_norm_, full_params, fully_shard
 from tests.comparing import full, local_loss, mine
@@ -20,6 +21,19 @@ from tests.on_ranks import on_four_ranks, on_two_ranks
 from tests.test_helpers import Split, Tied, assert_values, sharded_and_parallel, values
 
 IDS = torch.arange(10).view(2, 5)
+
+
+class Ops(TorchDispatchMode):
+    """The ops that ran, but for those that run on no device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is not torch.ops.aten.promote_types.default:
+            self.seen.append(str(op))
+        return op(*args, **(kwargs or {}))
 
 
 def tied_and_sharded() -> tuple[Any, Any]:
@@ -105,6 +119,17 @@ def test_orders_that_would_give_wrong_norms_are_refused(max_norm: Any, norm_type
     with pytest.raises(error, match=words):
         clip_grad_norm_(param, max_norm, norm_type)
     assert torch.equal(param.grad, torch.ones(3))
+
+
+def test_as_many_ops_are_launched_for_many_gradients_as_for_few(fake_group_of_four: None) -> None:
+    def ops_for(num_layers: int) -> list[str]:
+        model = fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers))))
+        model(torch.ones(2, 8)).sum().backward()
+        with Ops() as ops:
+            clip_grad_norm_(model, 0.1)
+        return ops.seen
+
+    assert ops_for(2) == ops_for(9)
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear(2, 2).named_parameters(), None, [1, 2]], ids=["named", "None", "numbers"])

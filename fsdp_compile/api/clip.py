@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._torch_compat import optimizers
 from ..core.parts import cut_dims, local_of
 from .full_params import require_lasting_grads
 
@@ -88,19 +90,21 @@ def clip_grad_norm(
             param.grad = param.grad.coalesce()  # an index that is there twice counts with its sum
     grads = [param.grad for param in params if param.grad is not None]
     # By parameters, not gradients: every rank has the same parameters, whatever its backward reached.
-    norms: dict[Any, list[Tensor]] = {_ways_cut(param): [] for param in params}
+    numbers: dict[Any, list[Tensor]] = {_ways_cut(param): [] for param in params}
     wide = (torch.float64, torch.complex128)
     norm_dtype = torch.float64 if any(param.dtype in wide for param in params) else torch.float32
     for param in params:
         if param.grad is not None:
-            local = _numbers_in(param.grad)
-            if local.numel():
-                norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.promote_types(local.dtype, norm_dtype))
-                norms[_ways_cut(param)].append(norm.to(device, norm_dtype))
+            numbers[_ways_cut(param)].append(_numbers_in(param.grad))
     zero = torch.zeros((), device=device, dtype=norm_dtype)
     total = zero.clone()
-    for (mesh, dims), some in norms.items():
-        here = torch.linalg.vector_norm(torch.stack(some), norm_type) if some else zero
+    for (mesh, dims), some in numbers.items():
+        norms = [
+            one.to(device, norm_dtype)
+            for dtype, alike in _by_dtype(one for one in some if one.numel())
+            for one in optimizers.foreach_norms(alike, norm_type, torch.promote_types(dtype, norm_dtype))
+        ]
+        here = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else zero
         if math.isinf(norm_type):
             # A maximum over ranks may drop a NaN: on gloo that depends on which rank has it.
             nan_and_norm = torch.stack([here.isnan().to(here.dtype), here.nan_to_num(nan=0.0, posinf=math.inf)])
@@ -126,13 +130,18 @@ def clip_grad_norm(
             "Look at the loss, or pass error_if_nonfinite=False."
         )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in grads:
-        local = local_of(grad)
-        local.mul_(scale.to(local.device, local.dtype))
-    dtype = grads[0].dtype
-    for grad in grads:
-        dtype = torch.promote_types(dtype, grad.dtype)
-    return total.to(dtype.to_real())
+    for dtype, alike in _by_dtype(map(local_of, grads)):
+        optimizers.foreach_scale(alike, scale.to(alike[0].device, dtype))
+    widest = functools.reduce(torch.promote_types, {grad.dtype for grad in grads})
+    return total.to(widest.to_real())
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> Iterable[tuple[torch.dtype, list[Tensor]]]:
+    """Return the tensors of each dtype and device, for which a GPU has one kernel."""
+    found: dict[Any, list[Tensor]] = {}
+    for one in tensors:
+        found.setdefault((one.dtype, one.device), []).append(one)
+    return ((dtype, alike) for (dtype, _), alike in found.items())
 
 
 def _numbers_in(grad: Tensor) -> Tensor:
