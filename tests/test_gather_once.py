@@ -184,6 +184,22 @@ def test_what_stays_goes_when_it_is_stale_and_with_the_model(bucketing: str) -> 
     assert not any(ref() is not None for ref in stay)
 
 
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+@on_two_ranks
+def test_a_step_of_any_optimizer_is_a_write(how: str) -> None:
+    """Torch counts none of these writes to a DTensor."""
+    unsharded, model = pair(make=partial(Stack, 1))
+    model.set_reshard_after_backward(False)
+    optims = [torch.optim.AdamW(one.parameters(), lr=1e-2, **{how: True}) for one in (model, unsharded)]
+    for step in range(3):
+        assert both(model, unsharded, step) > 0
+        assert_same_grads(model, unsharded)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    assert_same_params(model, unsharded, atol=1e-4, rtol=1e-3)
+
+
 @contextmanager
 def announced() -> Iterator[list[Called]]:
     """The calls of graphs inside the block, as they are compared with those of other ranks."""

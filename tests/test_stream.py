@@ -173,7 +173,7 @@ def test_who_leaves_early_ends_the_stream_on_all_ranks() -> None:
         else:
             read(leaves=True, raises=False)
         assert_same(joined(stream_full_params(ours)), theirs.state_dict())
-    with pytest.raises(ValueError, match="ask for different tensors, or pass other arguments"):
+    with pytest.raises(ValueError, match="name different tensors, or pass other arguments"):
         stream_full_params(ours, names=["scale", "table"] if rank else ["table", "scale"])
 
     def broken() -> Iterator[tuple[str, Tensor]]:
@@ -202,6 +202,16 @@ def test_a_stream_that_a_rank_does_not_read_or_cannot_load_ends_on_all() -> None
         load_full_params(ours, stream_full_params(ours, dst=0))
     with pytest.raises(ValueError, match="every rank must read a stream"):
         load_full_params(ours, stream_full_params(ours, dst=0), src=0)
+    for wrong, error, words in (
+        (torch.empty(2, device="meta"), ValueError, "scale came on the meta device, without values"),
+        ("scale.pt", TypeError, "scale came as a str. Pass a full tensor"),
+    ):
+        with pytest.raises((error, RuntimeError), match=words):  # the other rank is told
+            load_full_params(ours, [("scale", wrong)] if rank == 0 else (), src=0)
+    with pytest.raises(ValueError, match=r"load_full_params: ranks . and . name different tensors"):
+        load_full_params(ours, [] if rank else [("scale", torch.ones(2))])
+    with torch.no_grad():
+        ours.scale.copy_(theirs.scale)
     assert_same(joined(stream_full_params(ours)), theirs.state_dict())
 
 

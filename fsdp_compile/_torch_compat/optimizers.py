@@ -1,11 +1,14 @@
-"""What torch puts around the step of an optimizer, and kernels over all gradients at once."""
+"""Steps of optimizers: what torch puts around them, what they wrote to, and kernels over all gradients at once."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
@@ -17,6 +20,22 @@ def step_without_hooks(optimizer: Optimizer) -> None:
     if getattr(step, "hooked", False):
         step = step.__wrapped__
     step(optimizer)
+
+
+@functools.cache
+def count_steps_as_writes() -> None:
+    """Have each step of any optimizer count as a write to each of its DTensors, from now on.
+
+    Torch counts no write of ``foreach=True`` to a DTensor, and of ``fused=True`` to any tensor (2.11 to 2.15).
+    """
+    register_optimizer_step_post_hook(_count_writes)
+
+
+def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():  # a graph's writes are counted when it has run
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        written = [one for one in params if isinstance(one, DTensor) and not one.is_inference()]
+        torch.autograd.graph.increment_version(written)
 
 
 def foreach_norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -184,7 +184,7 @@ class Ranks:
         for rank, theirs in zip(self.members, [digest] if self.group is None else from_all_ranks(digest, self.group)):
             if theirs != digest:
                 raise ValueError(
-                    f"{self.function}: ranks {this_rank()} and {rank} ask for different tensors, or pass other "
+                    f"{self.function}: ranks {this_rank()} and {rank} name different tensors, or pass other "
                     "arguments. Call it on every rank with the same model and arguments."
                 )
 
@@ -252,6 +252,8 @@ def load_full_params(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *,
             if close is not None:  # a stream ends on all ranks before they say what they raised
                 close()
             raise
+    if src is None:
+        ranks.require_same(loader.missing)
     return loader.missing
 
 
@@ -280,13 +282,7 @@ class Loader:
         """Copy this rank's part of a full tensor, or of its next rows."""
         if name not in self._tensors:
             raise ValueError(f"load_full_params: the model has no {name}. Its names are those of its state dict.")
-        if value.is_meta:
-            raise ValueError(
-                f"load_full_params: {name} came on the meta device, without values. Every rank needs them: leave out "
-                "dst of the stream, or pass src, the rank that has them."
-            )
-        if isinstance(value, DTensor):
-            raise TypeError(f"load_full_params: {name} came as a DTensor. Pass a full tensor, as of full_tensor().")
+        _require_value(name, value)
         tensor = self._tensors[name]
         first = 0
         if value.shape != tensor.shape:
@@ -301,6 +297,19 @@ class Loader:
             self._rows[name] = (first + value.shape[0]) % tensor.shape[0]
         self._came.add(id(tensor))
         write_part(tensor, value, first)
+
+
+def _require_value(name: str, value: Any) -> None:
+    """Raise for what is no full tensor with values."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        raise TypeError(
+            f"load_full_params: {name} came as a {type(value).__name__}. Pass a full tensor, as of full_tensor()."
+        )
+    if value.is_meta:
+        raise ValueError(
+            f"load_full_params: {name} came on the meta device, without values. Every rank needs them: leave out "
+            "dst of the stream, or pass src, the rank that has them."
+        )
 
 
 def _from_one(tensors: Iterable[tuple[str, Tensor]], src: int, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
@@ -332,6 +341,7 @@ def _from_one(tensors: Iterable[tuple[str, Tensor]], src: int, ranks: Ranks) -> 
 
 def _cut(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for name, value in tensors:
+        _require_value(name, value)
         num_pieces = min(-(-value.nbytes // _LOADED_BYTES), value.shape[0] if value.ndim else 1)
         for piece in value.detach().chunk(num_pieces) if num_pieces > 1 else [value.detach()]:
             yield name, piece
