@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from .optimizers import count_steps_as_writes
+
 
 def version_of(tensor: torch.Tensor) -> int:
     """Count the writes to a tensor, or to the one in a DTensor; 0 in inference mode (``_version``: 2.11 to 2.15)."""
@@ -38,6 +40,7 @@ def dtensor_of(
 
 def versions_of(tensor: Any) -> list[int]:
     """Count the writes to a DTensor, and those to its local tensor: neither count includes the other."""
+    count_steps_as_writes()
     return [0 if one.is_inference() else one._version for one in (tensor, local_tensor(tensor))]
 
 

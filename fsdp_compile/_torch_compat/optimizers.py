@@ -26,7 +26,7 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 def count_steps_as_writes() -> None:
     """Have each step of any optimizer count as a write to each of its DTensors, from now on.
 
-    Torch counts no write of ``foreach=True`` to a DTensor, and of ``fused=True`` to any tensor (2.11 to 2.15).
+    Torch itself does not count what ``foreach=True`` writes to DTensors, or ``fused=True`` to any tensor: 2.11 to 2.15.
     """
     register_optimizer_step_post_hook(_count_writes)
 
@@ -39,10 +39,10 @@ def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def foreach_norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the norm of each, computed in ``dtype``; few kernels on a GPU (``_foreach_norm``: 2.11 to 2.15)."""
+    """Return the norm of each tensor, computed in ``dtype``; few kernels on a GPU (``_foreach_norm``: 2.11 to 2.15)."""
     return list(torch._foreach_norm(tensors, order, dtype))
 
 
 def foreach_scale(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
-    """Multiply each in place by a scalar of its dtype; few kernels on a GPU (``_foreach_mul_``: 2.11 to 2.15)."""
+    """Multiply each by a scalar of its dtype, in place; few kernels on a GPU (``_foreach_mul_``: 2.11 to 2.15)."""
     torch._foreach_mul_(tensors, scale)

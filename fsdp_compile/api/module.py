@@ -12,7 +12,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from .._torch_compat import autograd, optimizers, process_groups
+from .._torch_compat import autograd, process_groups
 from ..core.accumulation import Held
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.backward import reduce_left_over
@@ -44,7 +44,6 @@ class FSDPModule(ShardedModule, _FSDP2):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; eager reads return the full ones until ``reshard`` or the end of a forward."""
-        optimizers.count_steps_as_writes()
         run = running(_unit(self))
         gathered = run.current()
         gathered.free_if_stale()
@@ -115,7 +114,6 @@ class FSDPModule(ShardedModule, _FSDP2):
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """Keep gathered parameters from one backward to the next forward (False), as long as no shard is written to."""
-        optimizers.count_steps_as_writes()
         for unit in _units(self, recurse):
             unit.settings.reshard_after_backward = bool(reshard_after_backward)
             if not reshard_after_backward and unit.settings.stays != "always":
