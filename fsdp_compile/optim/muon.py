@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ class Muon(UpdatingOptimizer):
                 f"ns_coefficients are {ns_coefficients} and ns_steps is {ns_steps}. Give three coefficients, and from "
                 "1 to 99 steps."
             )
+        if not isinstance(adamw, (Mapping, NoneType)):
+            raise TypeError(f"adamw is of {type(adamw).__name__}. Give AdamW's settings, such as {{'lr': 1e-3}}.")
         self._adamw = AdamW([torch.zeros(1)], **(adamw or {}))
         defaults = {
             "lr": lr,
@@ -171,6 +174,8 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
 
     Embeddings, what is tied to one, and linear layers with a row for each row of an embedding (heads) are for AdamW.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"muon_groups takes a module, but got {type(model).__name__}. Muon itself takes parameters.")
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     rows = {module.num_embeddings for module in tables}
     apart = {id(param) for module in tables for param in module.parameters(recurse=False)}
