@@ -48,7 +48,7 @@ def _stack() -> Stack:
 
 def matrices_in(plan: Plan, where: str = "layers.") -> tuple[str, ...]:
     """The matrices of blocks, or of other modules."""
-    return tuple(fqn for fqn in (*plan.keep, *plan.regather) if where in fqn and fqn.endswith(("up.weight", "down.weight")))
+    return tuple(fqn for fqn in plan.params if where in fqn and fqn.endswith(("up.weight", "down.weight")))
 
 
 def offload(model: nn.Module, batch: Tensor = TOKENS, where: str = "layers.", **changes: Any) -> None:

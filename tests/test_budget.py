@@ -289,8 +289,7 @@ def test_a_budget_is_taken_back_and_its_reasons_are_printed_and_no_part_of_the_p
 
 
 def _keeping_too(plan: Plan, fqn: str) -> Plan:
-    left = tuple(one for one in plan.regather if one != fqn)
-    return dataclasses.replace(plan, keep=(*plan.keep, fqn), regather=left)
+    return dataclasses.replace(plan, keep=(*plan.keep, fqn))
 
 
 def test_a_budget_that_nothing_fits_into_is_met_as_well_as_can_be(fake_group_of_four: None) -> None:

@@ -187,7 +187,7 @@ class ReadsOthers(nn.Module):
 def test_parameters_that_share_a_name_may_be_kept_as_slices(fake_group_of_four: None) -> None:
     model = ReadsOthers(Own(), OtherOwn(), ThirdOwn())
     plan = planned_with(model)
-    assert sorted((*plan.keep, *plan.regather)) == ["weight", "weight@2", "weight@3"] and not plan.slices
+    assert sorted(plan.params) == ["weight", "weight@2", "weight@3"] and not plan.slices
     planned_with(model, memory_budget="1GiB", profile=NODES)  # tries slices, and makes the groups for them
     sliced = planned_with(model, plan=dataclasses.replace(plan, slices=("weight@2",)))
     assert sliced.slices == ("weight@2",) and sliced.backward is not None

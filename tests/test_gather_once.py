@@ -292,7 +292,7 @@ def test_within_a_budget_what_it_keeps_is_gathered_once() -> None:
     smallest, largest = sizes["once a step"][AGAIN], sizes["once a step"][KEPT]
     plan = plan_within(model, (smallest + largest) // 2)
     assert plan.choice is not None and plan.choice.is_met
-    assert plan.keep and plan.regather
+    assert plan.keep and plan.again
     run = torch.compile(model, backend="passes", dynamic=True, fullgraph=True)
     for step in range(2):
         first, *others = accumulated(model, run, unsharded, range(4 * step, 4 * step + 4))

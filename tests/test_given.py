@@ -29,7 +29,7 @@ def _half(half: Plan | None, **changes: object) -> Plan:
 def _edited(plan: Plan) -> Plan:
     """Keep the last block's matrices, and have the first one's parameters travel apart."""
     forward = _half(plan.forward)
-    kept = tuple(fqn for fqn in plan.regather if fqn.startswith("layers.1.") and "weight" in fqn)
+    kept = tuple(fqn for fqn in plan.again if fqn.startswith("layers.1.") and "weight" in fqn)
     apart = [
         dataclasses.replace(bucket, fqns=(fqn,))
         for bucket in forward.gathers
@@ -40,7 +40,6 @@ def _edited(plan: Plan) -> Plan:
     return dataclasses.replace(
         plan,
         keep=(*plan.keep, *kept),
-        regather=tuple(fqn for fqn in plan.regather if fqn not in kept),
         forward=_half(forward, gathers=(*others, *apart), order=()),
     )
 
@@ -68,8 +67,13 @@ def test_an_edited_plan_is_followed_and_trains_the_same() -> None:
     assert sorted(forward.order) == sorted(("gather", index) for index in range(len(forward.gathers)))
 
 
+def _with_another_model(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, keep=(*plan.keep, "other.weight"))
+
+
 def _without_one(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, regather=plan.regather[1:])
+    forward = _half(plan.forward)
+    return dataclasses.replace(plan, forward=_half(forward, gathers=forward.gathers[1:], order=()))
 
 
 def _twice(plan: Plan) -> Plan:
@@ -104,6 +108,7 @@ def graph() -> fx.Graph:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
+        (_with_another_model, r"keeps other\.weight, which the graph does not gather.*that can have 0\.weight"),
         (_without_one, r"too many are \[\], and there should be \['.*'\]"),
         (_twice, r"gathers in forward each of its parameters once: too many are \['"),
         (_short_order, "does not name each of its buckets once"),

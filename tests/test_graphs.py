@@ -128,7 +128,7 @@ def test_without_resharding_backward_gathers_nothing(records: dict[str, GraphRec
     out = torch.compile(model, backend="passes", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
     assert len(saved_weights(model, out)) == 3  # two in the block, and the head
     out.sum().backward()
-    assert records["joint"].plan.regather == ()
+    assert records["joint"].plan.again == ()
     assert records["backward"].plan.gathers == ()
 
 

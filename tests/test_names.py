@@ -94,7 +94,7 @@ def _save(names: tuple[str, ...], backend: str, folder: str) -> list[str]:
         torch.compile(model, backend=backend)(torch.ones(2, 4)).sum().backward()
     if dist.get_rank() == 0:
         report.save(folder)
-    return [name for graph in report.graphs for name in (*graph.plan.regather, *graph.plan.keep)]
+    return [name for graph in report.graphs for name in graph.plan.params]
 
 
 @pytest.mark.slow

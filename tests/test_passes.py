@@ -372,7 +372,7 @@ def test_gathers_are_tagged_above_every_checkpoint() -> None:
     gone = b.unshard(b.input("b", 2, 3), spec("b", regather=True))
     graph = b.output(kept, gone)
     plan = plan_joint(graph)
-    assert (plan.keep, plan.regather) == (("a",), ("b",))
+    assert plan.keep == ("a",)
     assert keep(graph, plan) == 2
     assert kept.meta["recompute"] is CheckpointPolicy.MUST_SAVE
     assert gone.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
@@ -405,7 +405,6 @@ def joint_graph() -> Builder:
 def test_backward_gathers_all_of_a_unit_that_a_gradient_comes_to() -> None:
     graph = joint_graph().graph
     plan = plan_joint(graph)
-    assert plan.regather == ("up.w", "up.bias", "up.table")
     assert plan.again == ("up.w", "up.bias", "up.table")
     assert plan.forward and plan.forward.order == (("gather", 0),)
     assert plan.backward and plan.backward.order == (("gather", 0), ("reduce", 0))
@@ -442,7 +441,7 @@ def test_what_an_extension_makes_of_parts_is_made_again() -> None:
     made = build.call(markers.made_of_parts, value)
     graph = build.output(build.call(aten.mm.default, x, build.call(aten.t.default, made)))
     plan = plan_joint(graph)
-    assert plan.regather == ("up.weight:0",)
+    assert plan.params == ("up.weight:0",) and not plan.keep
     assert parts(graph, plan) == 1
     keep(graph, plan)
     assert tagged(graph) == [part.name, value.name, "t_default"]
@@ -693,7 +692,7 @@ def order(graph: fx.Graph) -> str:
 def test_a_plan_survives_json() -> None:
     bucket = Bucket("Block:layers.0", ("a", "b"), "bfloat16", 64)
     forward = Plan("forward", gathers=(bucket,), order=(("gather", 0),))
-    plan = Plan("joint", regather=("a",), again=("a",), keep=("b",), forward=forward, backward=Plan("backward"))
+    plan = Plan("joint", again=("a",), keep=("b",), forward=forward, backward=Plan("backward"))
     changes: list[dict[str, Any]] = [{}, {"lookahead": 2}, {"recompute": ("a",)}, {"slices": ("a",)}]
     plans = [dataclasses.replace(plan, **change) for change in changes]
     assert [Plan.from_json(one.to_json()) for one in plans] == plans == [Plan.unpacked(one.packed()) for one in plans]

@@ -173,7 +173,7 @@ def test_slices_say_so() -> None:
 def test_what_a_user_or_a_budget_decided_is_said() -> None:
     ours = inspected_once().joint.plan
     kept = ("layer.up.weight",)
-    edited = dataclasses.replace(ours, keep=ours.keep + kept, regather=tuple({*ours.regather} - {*kept}))
+    edited = dataclasses.replace(ours, keep=ours.keep + kept)
     given = becomes(inspected(plan=edited))
     assert given["layer.up.weight"] == ("kept", "given plan")
     assert given["layer.w"] == ("gathered again", "given plan; what is made of it is made again")

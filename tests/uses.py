@@ -83,7 +83,6 @@ def schedule(uses: Sequence[Use], trained: Collection[str]) -> Plan:
             kept[one.unit] = min(one.place[0], kept.get(one.unit, one.place[0]))
     return Plan(
         stage="joint",
-        regather=tuple(one.fqn for one in first.values() if one.spec.regather),
         again=tuple(one.fqn for one in again),
         keep=tuple(one.fqn for one in first.values() if not one.spec.regather),
         forward=launches("forward", [*first.values()], []),

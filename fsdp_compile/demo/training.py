@@ -237,7 +237,7 @@ def _counts(record: GraphRecord) -> dict[str, Any]:
     return {
         "gathers": [record.num_unshards, len(plan.gathers)],
         "reduces": [record.num_reduces, len(plan.reduces)],
-        "params": len(plan.regather) + len(plan.keep),
+        "params": len(plan.params),
     }
 
 

@@ -134,7 +134,6 @@ class Plan:
     """
 
     stage: str  # "joint", "forward", "backward", "inference" or "whole"
-    regather: tuple[str, ...] = ()  # joint, whole: parameters that are not kept after forward
     again: tuple[str, ...] = ()  # joint, whole: those that backward gathers; joint: w@2 is gathered from slices of w
     keep: tuple[str, ...] = ()  # joint, whole: parameters that are gathered once, and saved for backward
     slices: tuple[str, ...] = ()  # joint: parameters that backward gathers from slices kept for a budget (slices.py)
@@ -147,6 +146,13 @@ class Plan:
     forward: Plan | None = None
     backward: Plan | None = None
     choice: Choice | None = field(default=None, compare=False)  # joint: why, if a budget chose what is kept
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The parameters of a step: those that are kept, and those that forward or backward gathers."""
+        graphs = [one for one in (self, self.forward, self.backward) if one is not None]
+        gathered = [fqn for one in graphs for bucket in one.gathers for fqn in bucket.fqns]
+        return tuple(dict.fromkeys((*self.keep, *gathered)))
 
     def buckets(self, kind: str) -> tuple[Bucket, ...]:
         """Return the buckets that are gathered, or those that are reduced."""
@@ -189,7 +195,7 @@ def _from_fields(fields: dict[str, Any]) -> Plan:
     """Rebuild a plan from the fields of ``dataclasses.asdict``, in which JSON made lists of tuples."""
     for name in ("gathers", "reduces"):
         fields[name] = tuple(Bucket(**{**bucket, "fqns": tuple(bucket["fqns"])}) for bucket in fields[name])
-    for name in ("regather", "again", "keep", "slices", "recompute", "offload"):
+    for name in ("again", "keep", "slices", "recompute", "offload"):
         fields[name] = tuple(fields.get(name, ()))
     fields["order"] = tuple((kind, bucket) for kind, bucket in fields["order"])
     for name in ("forward", "backward"):

@@ -40,8 +40,8 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
         )
     _require_lookahead(given.lookahead, given.forward.lookahead, given.backward.lookahead)
     unshards = find_unshards(_with_slices(graph, given.slices))
-    needed = [one.fqn for one in unshards if whole_of(one.node) is None]
-    _require_equal("keeps or regathers", (*given.keep, *given.regather), needed)
+    gathered = {one.fqn: one for one in unshards if whole_of(one.node) is None}
+    _require_gathered(given.keep, gathered)
     named, reduced = {one.node: one.fqn for one in unshards}, {one.fqn: one for one in find_reduces(graph)}
     reduces_less = len(reduced) < len(_fqns(given.backward.reduces))  # under no_sync: its backward reads less, too
     possible = activations_of(graph)
@@ -52,7 +52,6 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
     ours = plan_keeping(graph, given.keep, given.recompute, given.slices, given.lookahead, given.offload)
     assert given.forward is not None and given.backward is not None
     assert ours.forward is not None and ours.backward is not None
-    gathered = {one.fqn: one for one in unshards if whole_of(one.node) is None}
     gathered_again = gathered | {one.fqn: one for one in (as_the_whole(one, named) for one in unshards)}
     read_again = {*_fqns(ours.backward.gathers)} if reduces_less else {*gathered_again} - {*given.keep}
     read = [one for fqn, one in gathered_again.items() if fqn in read_again]
@@ -161,6 +160,15 @@ def _require_equal(what: str, given: Iterable[str], needed: Iterable[str]) -> No
             f"the given plan does not fit this graph, which {what} each of its parameters once: too many are "
             f"{sorted((given_times - needed_times).elements())}, and there should be "
             f"{sorted((needed_times - given_times).elements())}. Make it from report.joint.plan of the same model."
+        )
+
+
+def _require_gathered(kept: Iterable[str], gathered: Collection[str]) -> None:
+    unknown = sorted({*kept} - {*gathered})
+    if unknown:
+        raise ValueError(
+            f"the given plan keeps {', '.join(unknown)}, which the graph does not gather. Take it out of `keep`; here "
+            f"that can have {', '.join(gathered)}."
         )
 
 

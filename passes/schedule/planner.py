@@ -83,7 +83,6 @@ def uses_of(graph: fx.Graph) -> StepUses:
     kept = {one.node for one in unshards if not one.spec.regather and one.node not in structure.of_weights}
     plan = Plan(
         stage="joint",
-        regather=tuple(one.fqn for one in unshards if one.node not in kept and whole_of(one.node) is None),
         again=tuple(one.fqn for one in unshards if one.node in structure.again),
         keep=tuple(one.fqn for one in unshards if one.node in kept),
     )
@@ -159,7 +158,6 @@ def plan_whole(graph: fx.Graph) -> Plan:
     first = {(phase_of(one.node), one.shard): one for one in unshards if not is_backward(phase_of(one.node))}
     plan = Plan(
         stage="whole",
-        regather=tuple(one.fqn for one in first.values() if one.spec.regather),
         again=tuple(_read_before(one, first).fqn for one in unshards if is_backward(phase_of(one.node))),
         keep=tuple(one.fqn for one in first.values() if not one.spec.regather),
     )

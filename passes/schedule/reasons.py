@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..ir.nodes import copied, passes_on, readers_of
+from ..ir.phases import is_backward
 from ..ir.plan import Plan
 from ..ir.provenance import unshard_nodes, whole_of
 from .slices import is_sliced
@@ -66,7 +67,8 @@ def residency_of(joint: fx.Graph, names: Sequence[str], plan: Plan, decided_by: 
 
 def residency_of_whole(plan: Plan) -> dict[str, Residency]:
     """Of a step that is one graph: there what was told is done, where backward reads it."""
-    found = {fqn: Residency(UNNEEDED, "backward does not read it") for fqn in plan.regather}
+    in_forward = [fqn for bucket in plan.gathers if not is_backward(bucket.phase) for fqn in bucket.fqns]
+    found = {fqn: Residency(UNNEEDED, "backward does not read it") for fqn in in_forward}
     found |= {fqn: Residency(AGAIN, "backward reads it") for fqn in plan.again}
     return found | {fqn: Residency(KEPT, f"{TOLD}=False") for fqn in plan.keep}
 

@@ -236,7 +236,7 @@ def evaluate(meter: Meter) -> None:
     train(meter, model, reference, run, num_steps=1)
     plan = _plan_of(meter, run)
     if plan is not None:
-        meter.require({*plan.keep, *plan.regather} == {name for name, _ in reference.named_parameters()}, str(plan))
+        meter.require({*plan.params} == {name for name, _ in reference.named_parameters()}, str(plan))
     for start in (1, 2):
         mode(False, model, reference)
         with torch.no_grad(), meter.counting():
