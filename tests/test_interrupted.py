@@ -148,6 +148,36 @@ def test_gradients_that_no_sync_holds_outlive_a_backward_that_raises(
         assert_same_grads(model[0], unsharded[0])
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_held_gradients_that_a_hook_keeps_from_their_shards_are_named(backend: str | None) -> None:
+    """A shard's hook raises: of what no_sync held, those that did not come to their shards are lost, others are kept."""
+    _, model = twins(lambda: nn.Sequential(Block(16), Block(16)))
+    for block in (*model, model):
+        fully_shard(block)
+    for block in model if backend is not None else ():
+        block.compile(backend=backend)
+    x = torch.randn(2, 16)
+    model.set_requires_gradient_sync(False)
+    model(x).pow(2).sum().backward()
+    model.set_requires_gradient_sync(True)
+
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    handle = model[1].up.weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model(x).pow(2).sum().backward()
+    handle.remove()
+    with pytest.warns(UserWarning, match="after it had added to gradients that no_sync held") as warned:
+        model(x)
+    said = {what: "".join(str(one.message) for one in warned if what in str(one.message)) for what in ("lost", "kept")}
+    assert model[1].up.weight.grad is None and model[1].norm.weight.grad is not None
+    for place, block in enumerate(model):
+        for fqn, param in block.named_parameters():
+            assert f"{place} (Block): {fqn}" in said["lost" if param.grad is None else "kept"]
+
+
 class OddOutput(nn.Linear):
     is_odd = False
 

@@ -23,7 +23,7 @@ Mode = Literal["reduce", "hold", "resume", "resume_over_shards"]
 
 @dataclass
 class Held:
-    """A unit's gradients that are held back, by FQN, and those of them that the running backward has added to."""
+    """A unit's gradients that are held back, by FQN, and what became of them in the running backward."""
 
     pending: dict[str, Tensor] = field(default_factory=dict)  # full gradients
     partials: dict[str, Tensor] = field(default_factory=dict)  # summed over the shards, not yet over the replicas
@@ -31,11 +31,13 @@ class Held:
     for_hooks: dict[str, Tensor] = field(default_factory=dict)
     begun: set[str] = field(default_factory=set)  # FQNs with gradients of the running backward alone
     grown: set[str] = field(default_factory=set)  # FQNs with gradients of earlier backwards, too
+    arrived: set[str] = field(default_factory=set)  # FQNs whose shards have got theirs
 
     def note(self, fqn: str, is_there: bool) -> None:
         """Note that this backward holds a gradient back; ``is_there`` says whether one waits already."""
         if is_there and fqn not in self.begun:
             self.grown.add(fqn)
+            self.arrived.discard(fqn)
         elif fqn not in self.grown:
             self.begun.add(fqn)
 
@@ -47,16 +49,18 @@ class Held:
     def end_backward(self) -> None:
         self.begun.clear()
         self.grown.clear()
+        self.arrived.clear()
 
-    def undo_backward(self) -> set[str]:
-        """Drop what a backward that raised held back; return the FQNs of earlier sums that it has added to."""
+    def undo_backward(self) -> tuple[set[str], set[str]]:
+        """Drop what a backward that raised held back; return which earlier sums it has added to, and which it lost."""
         for fqn in self.begun:
             self.pending.pop(fqn, None)
             self.partials.pop(fqn, None)
         self.for_hooks.clear()
         grown = set(self.grown)
+        lost = grown - self.arrived - self.pending.keys() - self.partials.keys()
         self.end_backward()
-        return grown
+        return grown - lost, lost
 
 
 @dataclass

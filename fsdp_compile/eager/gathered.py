@@ -141,7 +141,7 @@ class Gathered:
         if asked != self._together[0]:  # mostly, each step reads the same
             indices = sorted(asked)
             buckets = reduce_buckets([self.specs[index] for index in indices])
-            self._together = asked, [frozenset(indices[place] for place in bucket) for bucket in reversed(buckets)]
+            self._together = asked, [frozenset(indices[place] for place in bucket) for bucket in buckets]
         return self._together[1]
 
     def gathered_again(self, indices: Collection[int]) -> list[Bucket]:

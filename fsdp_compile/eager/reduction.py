@@ -85,7 +85,7 @@ class Reduction:
         gathered, indices = self.gathered, sorted(grads)
         with torch.no_grad():
             each = {index: self._spec(gathered.spec_for(index, grads[index])) for index in indices}
-            for bucket in reversed(reduce_buckets([each[index] for index in indices])):
+            for bucket in reduce_buckets([each[index] for index in indices]):
                 members = [indices[place] for place in bucket]
                 specs = [each[index] for index in members]
                 num_waits = specs[0].num_reductions
@@ -126,10 +126,6 @@ class Reduction:
         aside.join()
         return reduced
 
-    def drop(self) -> set[tuple[Unit, str]]:
-        """Wait for the gradients, drop them, and return the parameters that lost theirs, as (unit, FQN)."""
-        return {(self.gathered.unit, self.gathered.params[index].fqn) for index in self.finish()}
-
     def complete(self) -> None:
         """Wait, and give the shards their gradients."""
         for index, local in self.finish().items():
@@ -155,8 +151,8 @@ class Reduction:
         for fqn in [fqn for fqn in held.partials if self._fqns is None or fqn in self._fqns]:
             index = self.gathered.index[fqn]
             waited = held.partials.pop(fqn)
+            held.note(fqn, is_there=True)
             if index in partial:
-                held.note(fqn, is_there=True)
                 waited = _sum(waited, partial[index], self.gathered.asks_for_any_dtype(index))
             partial[index] = waited
         if not accumulation.all_reduce:
@@ -192,16 +188,19 @@ def _over_replicas_alone(spec: ParamSpec) -> ParamSpec:
 
 def deliver(gathered: Gathered, index: int, local: Tensor, more_come: bool = False) -> None:
     """Give a shard its gradient; with ``more_come``, a shard with hooks waits for the gradients of its other uses."""
-    shard, fqn, waiting = gathered.shards[index], gathered.params[index].fqn, gathered.unit.accumulation.held.for_hooks
+    shard, fqn, held = gathered.shards[index], gathered.params[index].fqn, gathered.unit.accumulation.held
+    waiting = held.for_hooks
     if fqn in waiting:
         before, local = (brought_to(shard, one, read_at_once=True) for one in (waiting.pop(fqn), local))
         local = _sum(before, local, gathered.asks_for_any_dtype(index))
     if more_come and any(autograd.hooks_of(shard)):
         waiting[fqn] = local
-    elif autograd.tensor_hooks(shard):
+        return
+    if autograd.tensor_hooks(shard):
         give_through_hooks(fqn, shard, local)
     else:
         give(shard, local)
+    held.arrived.add(fqn)
 
 
 class Traffic:
@@ -237,10 +236,8 @@ class Traffic:
             self._reductions.popleft().complete()
         streams.wait_on_cpu()
 
-    def forget(self, units: Collection[Unit]) -> set[tuple[Unit, str]]:
-        """After an error, drop what was launched for ``units``, and return the parameters whose gradients it had."""
-        gone: set[tuple[Unit, str]] = set()
+    def forget(self, units: Collection[Unit]) -> None:
+        """After an error, wait for what was launched for ``units``, and drop it."""
         for reduction in [one for one in self._reductions if one.gathered.unit in units]:
-            gone |= reduction.drop()
+            reduction.finish()
             self._reductions.remove(reduction)
-        return gone

@@ -138,7 +138,7 @@ class Call:
         return before is None or before.left_in is not None or before.forward_number != self.forward_number
 
     def again(self) -> list[Bucket]:
-        """Return the buckets that backward gathers: of what the forward gathered, but for tables.
+        """Return the buckets that backward needs gathered: of what the forward gathered, but for tables.
 
         Autograd saves the numbers of a table's rows, unless checkpointing looks them up once more.
         """
@@ -338,7 +338,7 @@ def recover(root: Unit) -> None:
     """
     iteration = running(root).own_iteration
     units = root.inside()
-    gone = iteration.traffic.forget(units)
+    iteration.traffic.forget(units)
     iteration.abandon_forward()
     iteration.tasks.clear()
     for recording in iteration.incomplete:
@@ -346,22 +346,19 @@ def recover(root: Unit) -> None:
     iteration.incomplete.clear()
     iteration.depth, iteration.creates_graph = 0, False
     iteration.pending_handle = None
-    grown: list[tuple[Unit, str]] = []
+    kept: list[str] = []
+    lost: list[str] = []
     for unit in units:
-        grown += [(unit, fqn) for fqn in sorted(unit.accumulation.held.undo_backward())]
+        for names, fqns in zip((kept, lost), unit.accumulation.held.undo_backward()):
+            names += [f"{unit.name}: {fqn}" for fqn in sorted(fqns)]
         running(unit).forget()
     iteration.touched.clear()
     iteration.hooks.release()
-    _say_of_held([one for one in grown if one not in gone], "kept and have its part")
-    _say_of_held([one for one in grown if one in gone], "lost")
-
-
-def _say_of_held(grads: list[tuple[Unit, str]], what: str) -> None:
-    """Warn of what a backward that raised did to gradients that earlier backwards held back."""
-    if grads:
-        warnings.warn(
-            f"A backward raised after it had added to gradients that no_sync held. These are {what}: "
-            f"{', '.join(f'{unit.name}: {fqn}' for unit, fqn in grads)}. To begin anew, call "
-            "model.reset_iter_state() on every rank, which drops all gradients.",
-            stacklevel=3,
-        )
+    for names, what in ((kept, "kept and have its part"), (lost, "lost")):
+        if names:
+            warnings.warn(
+                f"A backward raised after it had added to gradients that no_sync held. These are {what}: "
+                f"{', '.join(names)}. To begin anew, call model.reset_iter_state() on every rank, which drops all "
+                "gradients.",
+                stacklevel=2,
+            )

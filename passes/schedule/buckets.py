@@ -25,8 +25,8 @@ def gather_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
 
 
 def reduce_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Return one unit's reductions, also in the order of forward: the places in ``specs`` of the members of each."""
-    return _split(specs, reduce_key, lambda spec: spec.reduce_bytes)
+    """Return one unit's reductions in the order of backward: the places in ``specs`` of the members of each."""
+    return _split(specs, reduce_key, lambda spec: spec.reduce_bytes)[::-1]
 
 
 def gather_key(spec: ParamSpec) -> tuple[object, ...]:

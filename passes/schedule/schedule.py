@@ -89,7 +89,7 @@ def _placed_reductions(uses: Sequence[Use]) -> list[tuple[int, Bucket]]:
     placed = []
     for unit, members in by_unit(with_neighbours(uses, small_end=-1)).items():
         ready: Turn = (0, ())
-        for indices in reversed(reduce_buckets([one.spec for one in members])):
+        for indices in reduce_buckets([one.spec for one in members]):
             chosen = [members[index] for index in indices]
             ready = max(ready, *(one.turn for one in chosen))
             placed.append((ready, bucket_of("reduce", unit, chosen)))
@@ -101,9 +101,9 @@ def _order(
 ) -> tuple[tuple[str, int], ...]:
     """Return every launch in one order: a unit's gathers where the unit before it begins, reductions when ready.
 
-    On the eager path, all uses of a unit have one memory: a use is gathered when the one before it is reduced, or where
-    it begins if it follows that at once. No gather is launched before one that is used earlier. ``found`` says where
-    units begin that are gathered already.
+    On the eager path, all uses of a unit have one memory: a use is gathered when the use before it is reduced, or, if
+    no other unit comes between the two, where it begins itself. No gather is launched before one that is used earlier.
+    ``found`` says where units begin that are gathered already.
     """
     reduced = {bucket.unit: place for place, bucket in reduces}  # the last of each unit's
     begins: list[int] = []  # of each unit in turn: where it is first read
