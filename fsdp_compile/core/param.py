@@ -87,12 +87,6 @@ class ReadSpec(ParamSpec):
     extension: Protocol | None = None  # of a parameter with an all-gather extension
     carries: tuple[str, ...] = ()  # names of the attributes that a read copies from the parameter
 
-    def kwargs(self) -> dict[str, Any]:
-        fields = super().kwargs()
-        for beside_the_marker in ("read_as", "extension", "carries"):
-            del fields[beside_the_marker]
-        return fields
-
 
 @dataclass(eq=False)
 class ShardedParam:

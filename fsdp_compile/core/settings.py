@@ -47,7 +47,8 @@ class Settings:
     # None: FSDP2's rule, regather unless this is the root.
     reshard_after_forward: bool | None = None
     gather: str = GATHERS[0]
-    # What was ever to stay gathered until the next forward (ParamSpec). It remains so, so that graphs stay the same.
+    # ``ParamSpec.stays``, "" at first: what may stay gathered until the next forward. It is never taken back, so that
+    # graphs stay the same.
     stays: str = ""
     bucketing: str = "size"
     plan: str = ""  # id of the plan that its graphs were given; empty for our own plan

@@ -82,7 +82,7 @@ class Unit:
     # Whether wrappers by torch.compile of the units inside were looked for, after it was sharded.
     knows_wrappers: bool = False
     keeper: Keeper = field(init=False, repr=False)  # of what graphs gathered
-    # The state that each path keeps of the unit: graph.watch.Watch, and eager.running.Running.
+    # The state that each path keeps of the unit: graph.watch.UnitWatch, and eager.running.Running.
     watch: Any = field(default=None, repr=False)
     running: Any = field(default=None, repr=False)
 

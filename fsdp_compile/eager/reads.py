@@ -2,8 +2,9 @@
 
     inputs -> [_Inputs] -> forward -> outputs          backward reaches the outputs: enter_backward
     shard ----[_Read]----^ a read                      _Read's backward: the last one to run reduces, and leaves
-                                                       _Inputs' backward: leave_backward, where _Read is too early for
-                                                       frozen parameters; without _Inputs, the end of backward frees
+                                                       _Inputs' backward: leave_backward. Frozen parameters have no
+                                                       _Read, and may be read until then; without _Inputs, the end of
+                                                       backward frees
 
 A read is an autograd function, so autograd itself handles repeated calls and unused parameters. Each parameter has a
 node of its own, as it would without FSDP: zero-bubble pipelines, which split a backward in two, look for these nodes.

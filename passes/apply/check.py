@@ -32,7 +32,13 @@ def check(graph: fx.Graph, plan: Plan) -> int:
     launched = Counter((launch.meta[ROLE].kind, launch.meta[ROLE].bucket) for launch in launches)
     planned = {(kind, at): num for kind, at in plan.order if (num := num_launches(plan.buckets(kind)[at]))}
     assert dict(launched) == planned, f"{dict(launched)} are launched, not the plan's {planned}"
-    assert list(launched) == list(planned), f"launched in the order {list(launched)}, not the plan's {list(planned)}"
+    if list(launched) != list(planned):
+        raise RuntimeError(
+            f"the collectives of this graph would be launched in the order {list(launched)}, and the plan's is "
+            f"{list(planned)}: what one of them sends is computed from what a later one brings. Another rank may "
+            "launch them otherwise, and hang. Take away passes that were set beside fsdp_compile's, or call "
+            "module.set_reshard_after_forward(False) on the units of the graph."
+        )
     for resumed in graph.find_nodes(op="call_function", target=markers.resume):
         assert resumed.users, f"nothing reads {resumed}, which takes the gradient that waits"
     for copy in graph.find_nodes(op="call_function", target=to_host):

@@ -49,7 +49,6 @@ def overlap(graph: fx.Graph, plan: Plan) -> int:
 def arrange(graph: fx.Graph, items: Items, lookahead: int) -> int:
     """Put the items of a graph in the planned order; return how many changed their place."""
     planned = planned_order(items, lookahead)
-    assert_planned(planned, items)
     if items.drained is not None:
         items.drained.meta[LARGE_END] = True  # order.py has it computed after the waits that stand before it
     cursor = next(reversed([node for node in graph.nodes if node.op == "placeholder"]), compat.root_of(graph))
@@ -146,18 +145,6 @@ def _sorted_out(between: Sequence[fx.Node], items: Items) -> list[fx.Node]:
         if node in items.launches:
             last_launch = turn[node]
     return sorted(between, key=lambda node: turn[node] if node in needed else len(between))
-
-
-def assert_planned(order: Iterable[fx.Node], items: Items) -> None:
-    """Raise for an order in which a launch has another one's turn."""
-    turns = [items.launches[item].turn for item in order if item in items.launches and item not in items.seconds]
-    if turns != sorted(turns):
-        raise RuntimeError(
-            f"the collectives of this graph would be launched in the order {turns} of the plan's turns: what one of "
-            "them sends is computed from what a later one brings. Another rank may launch them otherwise, and hang. "
-            "Take away passes that were set beside fsdp_compile's, or call module.set_reshard_after_forward(False) on "
-            "the units of the graph."
-        )
 
 
 def _gather_steps(items: Items) -> list[tuple[fx.Node | None, list[fx.Node]]]:

@@ -62,8 +62,10 @@ class Arrival(NamedTuple):
 class Structure:
     """What backward needs of the weights of a joint graph whose gathers are merged."""
 
-    of_weights: dict[fx.Node, Weights]  # gathers, and what is made of them and of what stays; with those behind it
-    beside: set[fx.Node]  # what else goes into that
+    # Each gather, and each tensor that is computed of gathered weights (and of masks, scales or constants), with the
+    # gathers that it is computed of.
+    of_weights: dict[fx.Node, Weights]
+    beside: set[fx.Node]  # the operations that compute those masks, scales and constants
     in_forward: set[fx.Node]  # the gathers that forward reads, or keeps
     computed: set[fx.Node]  # what forward's results take, and no gradient goes into
     saved: set[fx.Node]  # of that, what is not computed again

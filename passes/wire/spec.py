@@ -86,15 +86,15 @@ class ParamSpec:
     inner_rank: int = 0
     inner_offered: bool = False  # kept only where the plan of the step says so
     part: int = -1  # which of the tensors that an all-gather extension sends; -1 is the parameter itself
-    use: int = 1  # which of its uses in one graph, each with a gather and a reduction of its own (uses.py)
+    use: int = 1  # which of its uses in one graph, each with a gather and a reduction of its own (calls.py)
     # For an offloaded shard, which is on the CPU and gets its gradient there: the device that it is copied to, gathered
     # and computed on, empty for other shards; and whether the gradient is to be in pinned memory.
     device: str = ""
     pinned: bool = False
     # Whether its modules only look rows of it up: backward needs their numbers, and gathers no table again.
     is_table: bool = False
-    # Whether a launch may return what an earlier one gathered (kept.py), for settings that keep buckets: "kept" if only
-    # what stays from forward to backward stays longer, "always" if what backward gathers does, too.
+    # Whether a launch may return what an earlier one gathered (kept.py), for settings that keep buckets until the next
+    # forward: "kept" for what forward gathered and backward reads, "always" for what backward gathers, too.
     stays: str = ""
     # Id of the plan of the step, given or written by a pass: caches tell graphs of two plans apart by it.
     step: str = ""
@@ -128,7 +128,8 @@ class ParamSpec:
         return dataclasses.replace(self, device="", pinned=False)
 
     def kwargs(self) -> dict[str, Any]:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Return a marker's keyword arguments, without what a subclass adds."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(ParamSpec)}
         return fields | {"size": list(self.size)}
 
     @classmethod
