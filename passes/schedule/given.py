@@ -41,14 +41,17 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
     _require_lookahead(given.lookahead, given.forward.lookahead, given.backward.lookahead)
     unshards = find_unshards(_with_slices(graph, given.slices))
     gathered = {one.fqn: one for one in unshards if whole_of(one.node) is None}
-    _require_gathered(given.keep, gathered)
+    _require_known("keep", given.keep, gathered, "keeps {}, which the graph does not gather")
     named, reduced = {one.node: one.fqn for one in unshards}, {one.fqn: one for one in find_reduces(graph)}
     reduces_less = len(reduced) < len(_fqns(given.backward.reduces))  # under no_sync: its backward reads less, too
     possible = activations_of(graph)
     if reduces_less:
         given = dataclasses.replace(given, recompute=tuple(name for name in given.recompute if name in possible))
-    _require_computable(given.recompute, possible)
-    _require_matrices(given.offload, {one.fqn for one in matrices_of(graph).values()} if given.offload else set())
+    nothing = "computes again what is computed with {}, none of which stays within its unit until the next product"
+    _require_known("recompute", given.recompute, possible, nothing)
+    matrices = sorted({one.fqn for one in matrices_of(graph).values()}) if given.offload else []
+    no_matrix = "has activations of {} on the host, and forward computes nothing with a matrix of that name"
+    _require_known("offload", given.offload, matrices, no_matrix)
     ours = plan_keeping(graph, given.keep, given.recompute, given.slices, given.lookahead, given.offload)
     assert given.forward is not None and given.backward is not None
     assert ours.forward is not None and ours.backward is not None
@@ -163,29 +166,12 @@ def _require_equal(what: str, given: Iterable[str], needed: Iterable[str]) -> No
         )
 
 
-def _require_gathered(kept: Iterable[str], gathered: Collection[str]) -> None:
-    unknown = sorted({*kept} - {*gathered})
-    if unknown:
-        raise ValueError(
-            f"the given plan keeps {', '.join(unknown)}, which the graph does not gather. Take it out of `keep`; here "
-            f"that can have {', '.join(gathered)}."
-        )
-
-
-def _require_computable(asked: Iterable[str], possible: Collection[str]) -> None:
+def _require_known(field: str, asked: Iterable[str], possible: Iterable[str], said: str) -> None:
+    """Raise for names that a field of a plan cannot have here; ``said`` tells what a plan that has them asks for."""
+    possible = list(possible)
     unknown = sorted({*asked} - {*possible})
     if unknown:
         raise ValueError(
-            f"the given plan computes again what is computed with {', '.join(unknown)}, and none of that stays within "
-            f"its unit until the next product. Take it out of `recompute`; here that can have "
+            f"the given plan {said.format(', '.join(unknown))}. Take it out of `{field}`; here that can have "
             f"{', '.join(possible) or 'nothing'}."
-        )
-
-
-def _require_matrices(asked: Iterable[str], possible: Collection[str]) -> None:
-    unknown = sorted({*asked} - {*possible})
-    if unknown:
-        raise ValueError(
-            f"the given plan has activations of {', '.join(unknown)} on the host, and forward computes nothing with a "
-            f"matrix of that name. Take it out of `offload`; here that can have {', '.join(sorted(possible))}."
         )
