@@ -148,18 +148,19 @@ def test_gradients_that_no_sync_holds_outlive_a_backward_that_raises(
         assert_same_grads(model[0], unsharded[0])
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("how", ["eager", "blocks", "whole"])
 @on_two_ranks
-def test_held_gradients_that_a_hook_keeps_from_their_shards_are_named(backend: str | None) -> None:
+def test_held_gradients_that_a_hook_keeps_from_their_shards_are_named(how: str) -> None:
     """A shard's hook raises: of what no_sync held, those that did not come to their shards are lost, others are kept."""
     _, model = twins(lambda: nn.Sequential(Block(16), Block(16)))
     for block in (*model, model):
         fully_shard(block)
-    for block in model if backend is not None else ():
-        block.compile(backend=backend)
+    for block in model if how == "blocks" else ():
+        block.compile(backend="aot_eager")
+    run = compiled(model, "aot_eager" if how == "whole" else None)
     x = torch.randn(2, 16)
     model.set_requires_gradient_sync(False)
-    model(x).pow(2).sum().backward()
+    run(x).pow(2).sum().backward()
     model.set_requires_gradient_sync(True)
 
     def fail(grad: Tensor) -> None:
@@ -167,7 +168,7 @@ def test_held_gradients_that_a_hook_keeps_from_their_shards_are_named(backend: s
 
     handle = model[1].up.weight.register_hook(fail)
     with pytest.raises(ArithmeticError):
-        model(x).pow(2).sum().backward()
+        run(x).pow(2).sum().backward()
     handle.remove()
     with pytest.warns(UserWarning, match="after it had added to gradients that no_sync held") as warned:
         model(x)

@@ -46,6 +46,11 @@ class Held:
         self.note(fqn, is_there=True)
         return self.pending.pop(fqn)
 
+    def note_arrival(self, fqn: str) -> None:
+        """Note that a shard has got its gradient, in a backward that took what waited for it."""
+        if self.grown:
+            self.arrived.add(fqn)
+
     def end_backward(self) -> None:
         self.begun.clear()
         self.grown.clear()

@@ -200,7 +200,7 @@ def deliver(gathered: Gathered, index: int, local: Tensor, more_come: bool = Fal
         give_through_hooks(fqn, shard, local)
     else:
         give(shard, local)
-    held.arrived.add(fqn)
+    held.note_arrival(fqn)
 
 
 class Traffic:

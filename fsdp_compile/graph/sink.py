@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, dynamo
 from ..core import grads
+from ..core.accumulation import Held
 from ..core.grads import LateHooks
 from ..core.param import ShardedParam
 from ..core.spec import spec_key, spec_of
@@ -241,6 +242,7 @@ class _Edges(torch.autograd.Function):
         unit = ctx.unit()
         if ctx.is_part and unit is not None and not in_one_graph:
             _join_at_end(unit)
+        waited = Held() if unit is None else unit.accumulation.held
         for_hooks: list[tuple[str, DTensor, Tensor]] = []
         reduced = False
         with autograd.quick_attributes():
@@ -261,10 +263,13 @@ class _Edges(torch.autograd.Function):
                     for_hooks.append((fqn, shard, grad))
                 else:
                     grads.give(shard, grad)
+                if not (is_asked_for or hooks):
+                    waited.note_arrival(fqn)
         if reduced:
             _note_reduced(unit)
         for fqn, shard, grad in for_hooks:
             grads.give_through_hooks(fqn, shard, grad)
+            waited.note_arrival(fqn)
             late.hold_back_all(shard)
         if late.are_waiting and not in_one_graph:
             autograd.at_end_of_backward(late.release)
