@@ -18,7 +18,7 @@ from fsdp_compile import configure, inspect
 from fsdp_compile._torch_compat.process_groups import pretended_world
 from fsdp_compile.passes import Plan
 from fsdp_compile.passes.budget.residency import MAY, choose, told_to_keep
-from fsdp_compile.passes.budget.trial import Figures, Trial, trial_of
+from fsdp_compile.passes.budget.trial import Trial, trial_of
 from fsdp_compile.passes.cost.fusion import is_pointwise
 from fsdp_compile.passes.cost.memory import saved_by, taken_as
 from fsdp_compile.passes.cost.roofline import is_product
@@ -287,7 +287,7 @@ def test_a_budget_below_what_computing_again_can_do_is_met_by_the_host() -> None
     # The least bytes cost no less time than these, and the best is what a cut of its own says.
     assert all(one.figures.seconds >= found.seconds for one in lost if one.figures.peak_bytes < least.peak_bytes)
     trial = trial_of(joint, found.kept, TOY, None, False, found.recomputed, (), found.lookahead, found.offloaded)
-    assert Figures.of(trial) == found
+    assert trial.halves().figures() == found
 
 
 class _WithLoss(Stack):

@@ -39,10 +39,10 @@ def both(
     offloaded: Collection[str] = (),
 ) -> tuple[Figures, Figures]:
     names = map(frozenset, (kept, recomputed, sliced, offloaded))
-    found = sketch.figures(Decision(*names, lookahead=lookahead))
+    found = sketch.halves(Decision(*names, lookahead=lookahead))
     assert found is not None
     trial = trial_of(make(), kept, profile, groups, False, recomputed, sliced, lookahead, offloaded)
-    return found, Figures.of(trial)
+    return found.figures(), trial.halves().figures()
 
 
 def assert_same(found: Figures, tried: Figures, rel: float = 1e-9) -> None:
@@ -110,5 +110,5 @@ def test_a_sketch_keeps_slices_as_a_trial_does() -> None:
 
 def test_a_bucket_that_is_kept_in_part_is_in_no_sketch() -> None:
     sketch = Sketch(trial_of(two_blocks(), (), TOY, GROUPS), TOY, GROUPS)
-    assert sketch.figures(Decision(frozenset(EVERYTHING[:1]))) is None
-    assert sketch.figures(Decision(frozenset(EVERYTHING))) is not None
+    assert sketch.halves(Decision(frozenset(EVERYTHING[:1]))) is None
+    assert sketch.halves(Decision(frozenset(EVERYTHING))) is not None

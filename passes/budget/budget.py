@@ -213,12 +213,19 @@ def searched(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Switch the garbage collector off in a block: each collection would visit all nodes of the large graphs."""
-    was_enabled = gc.isenabled()
+    """Switch the garbage collector off in a block; one by hand visits only what is made there.
+
+    Each collection would visit all nodes of the large graphs.
+    """
+    was_enabled, has_frozen = gc.isenabled(), bool(gc.get_freeze_count())
     gc.disable()
+    if not has_frozen:  # else unfreezing would undo what a user asked for
+        gc.freeze()
     try:
         yield
     finally:
+        if not has_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 

@@ -38,7 +38,7 @@ from ..schedule.slices import keeps_slice, offers_slice
 from .periods import Periods, layers_of, periods_of
 from .sketch import Sketch, saved_without
 from .standing import Standing
-from .trial import Decision, Figures, trial_as, trial_of
+from .trial import Decision, Figures, Halves, trial_as, trial_of
 
 MAY = GATHER, RECOMPUTE, OFFLOAD = "gather", "recompute", "offload"  # what a budget may choose
 SHARDS = "shards"  # what it may choose as well before a model is sharded: where the shards of layers are
@@ -140,6 +140,8 @@ class _Search:
         self._activations = activations_of(graph) if RECOMPUTE in may else {}
         self._matrices = {node.name: one.fqn for node, one in matrices_of(graph).items()} if OFFLOAD in may else {}
         self._sketches = {False: Sketch(self._again, profile, groups, matrices=self._matrices, periods=periods)}
+        self._sketched: dict[Decision, Halves | None] = {}  # by what is decided for the few periods
+        self._cut: dict[Decision, Halves] = {}
         self._tried: dict[Decision, Tried] = {}
         self._budget = 0
         self._standing = Standing(profile, states_bytes)
@@ -264,17 +266,28 @@ class _Search:
         sets, more = found
         of_few = Decision(*sets, lookahead=decision.lookahead)
         try:
-            few = self._sketches[bool(of_few.recomputed)].figures(of_few, more) if sketch else None
-            if few is None and cut:
-                gc.collect()  # graphs are cycles: the trials before this one would stay in memory
-                trial = trial_as(of_few, self._periods.graph, self._profile, self._groups)
-                few = Figures.of(trial, self._periods, more)
+            halves = self._sketch(of_few) if sketch else None
+            if halves is None and cut:
+                halves = self._cut_as(of_few)
+            figures = None if halves is None else halves.figures(more)
         except Unsettled:
-            few = None
-        if few is None:
+            figures = None
+        if figures is None:
             return None
-        took = dataclasses.replace(decision, offloaded=decision.offloaded & self._all(few.offloaded))
-        return dataclasses.replace(few, **vars(took))
+        took = dataclasses.replace(decision, offloaded=decision.offloaded & self._all(figures.offloaded))
+        return dataclasses.replace(figures, **vars(took))
+
+    def _sketch(self, of_few: Decision) -> Halves | None:
+        if of_few not in self._sketched:
+            self._sketched[of_few] = self._sketches[bool(of_few.recomputed)].halves(of_few)
+        return self._sketched[of_few]
+
+    def _cut_as(self, of_few: Decision) -> Halves:
+        if of_few not in self._cut:
+            gc.collect()  # graphs are cycles: the trials before this one would stay in memory
+            trial = trial_as(of_few, self._periods.graph, self._profile, self._groups)
+            self._cut[of_few] = trial.halves(self._periods)
+        return self._cut[of_few]
 
     def _best(self) -> tuple[Decision, Tried]:
         if not self._tried:

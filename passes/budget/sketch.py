@@ -28,7 +28,7 @@ from ..cost.memory import bytes_alive, lives_of, results_of, storages_given, tak
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Compute, Event, Launch
 from ..cost.roofline import Groups, collective_seconds, group_of, sent_by
-from ..cost.steps import NO_MORE, Blocks, half_along
+from ..cost.steps import half_along
 from ..ir.aliases import Storage, base_of, is_free, tensor_bytes, tensors_of
 from ..ir.meta import PARAMETER, ROLE, Role, works_for
 from ..ir.nodes import closure, readers_of
@@ -37,7 +37,7 @@ from ..schedule.planner import only
 from ..schedule.slices import inner_spec
 from ..wire.collectives import is_wait
 from .periods import Periods
-from .trial import Decision, Figures, Trial, figures_of
+from .trial import Decision, Halves, Trial
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Sketch:
         names = {node: storages[0].node.name for node, storages in held.items()}
         return {node: matrices[name] for node, name in names.items() if name in matrices}
 
-    def figures(self, decision: Decision, blocks: Blocks = NO_MORE) -> Figures | None:
-        """Return the figures of a step, with more periods in ``blocks``; None if only a trial tells them."""
+    def halves(self, decision: Decision) -> Halves | None:
+        """Return the steps of both halves; None if only a trial tells them."""
         kept, sliced, lookahead = decision.kept, decision.sliced, decision.lookahead
         if decision.hosted or not self._trial.uses.sources.isdisjoint(kept):
             return None  # gathers wait for copies, or the partitioner may save what is computed of these
@@ -160,13 +160,13 @@ class Sketch:
             self._periods.backward,
             (held_bytes + self._trial.weight.returned_bytes,),
         )
-        return figures_of(
+        return Halves(
             dataclasses.replace(decision, offloaded=frozenset(self.leaving[node] for node in away)),
-            (before, then),
+            before,
+            then,
             [(one.node.name, one.num_bytes) for one in sent.bound],
             [(one.node.name, one.num_bytes) for one in stays],
             self._periods,
-            blocks,
         )
 
     def _sent(self, first: _Forward, away: Sequence[fx.Node]) -> Copies[Storage]:

@@ -21,7 +21,7 @@ checkpointing recomputes it. The graph is weighed without fusion, so that each o
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -100,12 +100,18 @@ class Trial:
     def exposed_s(self) -> float:
         return self.forward.timeline.exposed_s + self.backward.timeline.exposed_s
 
-    def halves(self, periods: Periods) -> tuple[Half, Half]:
-        """Return the steps of both halves."""
-        its = self.weight
-        return (
+    def halves(self, periods: Periods | None = None) -> Halves:
+        """Return the steps of both halves; some of them are those of ``periods``."""
+        periods, its = periods or Periods(self.forward.graph), self.weight
+        sent = self.forward.graph.find_nodes(op="call_function", target=launch_to_host)
+        names = self.kept, self.recomputed, self.sliced, self.offloaded, self.hosted
+        return Halves(
+            Decision(*names, lookahead=self.plan.lookahead),
             self.forward.steps(zip(its.forward), periods.forward, (its.held_bytes,)),
             self.backward.steps(zip(its.backward), periods.backward, (its.held_bytes + its.returned_bytes,)),
+            [(base_of(one.all_input_nodes[0]).name, sum(map(tensor_bytes, tensors_of(one)))) for one in sent],
+            [*its.stays.items()],
+            periods,
         )
 
 
@@ -135,52 +141,43 @@ class Figures(Decision):
     offloaded_bytes: int
     copied_s: float
 
-    @classmethod
-    def of(cls, trial: Trial, periods: Periods | None = None, blocks: Blocks = NO_MORE) -> Figures:
-        """Return the figures of a trial of all periods, or of few and so many more in ``blocks``."""
-        periods = periods or Periods(trial.forward.graph)
-        sent = trial.forward.graph.find_nodes(op="call_function", target=launch_to_host)
-        sent_bytes = [(base_of(one.all_input_nodes[0]).name, sum(map(tensor_bytes, tensors_of(one)))) for one in sent]
-        took = Decision(
-            trial.kept, trial.recomputed, trial.sliced, trial.offloaded, trial.hosted, lookahead=trial.plan.lookahead
+
+@dataclass(frozen=True)
+class Halves:
+    """The steps of forward and backward after a decision: data, of which steps with more periods are made."""
+
+    decision: Decision
+    forward: Half
+    backward: Half
+    sent_bytes: Sequence[tuple[str, int]]  # to the host, with the node of forward
+    stay_bytes: Sequence[tuple[str, int]]  # for later steps, likewise
+    periods: Periods
+
+    def figures(self, blocks: Blocks = NO_MORE) -> Figures:
+        """Return the figures of a step with so many more periods in ``blocks``; Unsettled where few do not tell."""
+        halves, periods = (self.forward, self.backward), self.periods
+        more = settled(self.forward, blocks), settled(self.backward, blocks)
+        others = {name: more[0].get(turn, 0) for name, turn in periods.forward.items()}
+        here = periods.num_more(blocks, self.decision.hosted)
+        held_bytes = here * periods.held_bytes
+        held_bytes += sum(num_bytes * others.get(name, 0) for name, num_bytes in self.stay_bytes)
+        longer = lengthened(halves, more, (held_bytes,))
+        left_bytes = sum(after.added()[0] - before.added()[0] for after, before in zip(longer, halves))
+        if left_bytes != here * periods.left_bytes:
+            raise Unsettled  # a node of some period counts for none
+        try:
+            timelines = [*map(replay, longer)]
+        except ValueError as error:  # two waits are for the same launch
+            raise Unsettled from error
+        copies = [one.launch for its in timelines for one in its.flights.values()]
+        return Figures(
+            **vars(self.decision),
+            peak_bytes=max(sum(peak(half)) for half in longer),
+            seconds=sum(its.total_s for its in timelines),
+            exposed_s=sum(its.exposed_s for its in timelines),
+            offloaded_bytes=sum(num_bytes * (1 + others.get(name, 0)) for name, num_bytes in self.sent_bytes),
+            copied_s=sum(one.seconds for one in copies if one.group in (TO_HOST, TO_DEVICE)),
         )
-        return figures_of(took, trial.halves(periods), sent_bytes, trial.weight.stays.items(), periods, blocks)
-
-
-def figures_of(
-    decision: Decision,
-    halves: tuple[Half, Half],
-    sent_bytes: Iterable[tuple[str, int]],
-    stay_bytes: Iterable[tuple[str, int]],
-    periods: Periods,
-    blocks: Blocks,
-) -> Figures:
-    """Return the figures of a step with so many more periods in ``blocks``; Unsettled where few do not tell them.
-
-    What is sent to the host and what stays for later steps are listed by the nodes of forward.
-    """
-    more = settled(halves[0], blocks), settled(halves[1], blocks)
-    others = {name: more[0].get(turn, 0) for name, turn in periods.forward.items()}
-    here = periods.num_more(blocks, decision.hosted)
-    held_bytes = here * periods.held_bytes
-    held_bytes += sum(num_bytes * others.get(name, 0) for name, num_bytes in stay_bytes)
-    longer = lengthened(halves, more, (held_bytes,))
-    left_bytes = sum(after.added()[0] - before.added()[0] for after, before in zip(longer, halves))
-    if left_bytes != here * periods.left_bytes:
-        raise Unsettled  # a node of some period counts for none
-    try:
-        timelines = [*map(replay, longer)]
-    except ValueError as error:  # two waits are for the same launch
-        raise Unsettled from error
-    copies = [one.launch for its in timelines for one in its.flights.values()]
-    return Figures(
-        **vars(decision),
-        peak_bytes=max(sum(peak(half)) for half in longer),
-        seconds=sum(its.total_s for its in timelines),
-        exposed_s=sum(its.exposed_s for its in timelines),
-        offloaded_bytes=sum(num_bytes * (1 + others.get(name, 0)) for name, num_bytes in sent_bytes),
-        copied_s=sum(one.seconds for one in copies if one.group in (TO_HOST, TO_DEVICE)),
-    )
 
 
 def trial_as(its: Decision, joint: fx.Graph, profile: HardwareProfile, groups: Groups | None = None) -> Trial:
