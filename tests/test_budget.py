@@ -8,6 +8,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from fsdp_compile.passes.wire.ledger import GraphText, ListedLaunch
 from tests.comparing import assert_same_grads
 from tests.compiling import passes
 from tests.models import Apart, Stack, pair, shard
+from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import planned, plans_made, recorded
 from tests.test_cost import TOY
@@ -390,6 +392,16 @@ def test_the_first_rank_chooses_and_a_rank_that_compiles_again_asks_nobody(two_r
     (chosen,), adopted = two_ranks.run(_with_other_lengths, [[(3, 5), (3, 9)], [(3, 5), (3, 11)]])
     assert chosen.choice is not None and chosen.choice.rank == 0 and chosen.keep
     assert adopted == [chosen, chosen] and {one.choice for one in adopted} == {chosen.choice}
+
+
+@on_two_ranks
+def test_a_budget_of_a_rank_that_adopts_is_said_to_have_no_effect() -> None:
+    rank = dist.get_rank()
+    _, model = pair()
+    configure(model, memory_budget=f"{rank + 1}GiB")
+    message = r"memory_budget is 2\.0 GiB on this rank, and 1\.0 GiB on rank 0, which chooses for all"
+    with pytest.warns(UserWarning, match=message) if rank else nullcontext():
+        torch.compile(model, backend="aot_eager", fullgraph=True)(TOKENS)
 
 
 def _alone() -> str:

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compile.lookout.chain import NOTHING, Chain, ChainLink, GroupProgress
-from fsdp_compile.lookout.judge import ADVICE, HAS_DIED, IS_LOST, SAYS_NOTHING, Judgement, Said, judge
+from fsdp_compile.lookout.judge import ADVICE, HAS_DIED, IS_LOST, NEVER_HEARD, SAYS_NOTHING, Judgement, Said, judge
 from fsdp_compile.lookout.lookout import ENVIRONMENT, Lookout, LookoutThread, RanksParted
 from fsdp_compile.lookout.names import Namer
 from fsdp_compile.passes import _torch_compat as compat
@@ -104,7 +104,7 @@ def test_other_parameters_of_other_shapes(part: Part, case: str) -> None:
     assert died.status == -signal.SIGABRT
     assert (raised.status, raised.raised) == (0, "RanksParted"), raised
     rank_0, rank_1, on_death = _lines(raised.text)
-    assert rank_0 == f"rank 0: {HAS_DIED if case == 'sizes' else IS_LOST}"
+    assert rank_0 == f"rank 0: {NEVER_HEARD if case == 'sizes' else IS_LOST}"
     assert "b.weight" in rank_1 and on_death.startswith("Gloo ends a process to which")
 
 

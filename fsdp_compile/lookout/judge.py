@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from .chain import ChainLink, GroupProgress, agree
 
 ADVICE = (
-    "Every rank must run the same units in the same order: where data decides, write the branch with torch.cond, or "
-    "have every rank run both sides."
+    "Every rank must run the same units in the same order, with the same calls of configure: where data decides, write "
+    "the branch with torch.cond, or have every rank run both sides."
 )
 HAS_LEFT, SAYS_NOTHING = "has left", "says nothing"
 HAS_DIED, IS_LOST = "ended without a word", "cannot be asked, since the store is gone"
+NEVER_HEARD = "was never heard of: it has launched nothing, as before its first graph is compiled, or ended when it did"
+_SILENT = HAS_DIED, IS_LOST, NEVER_HEARD
 _AT_MOST = 4  # collectives of a rank that a text lists
 _ON_DEATH = "Gloo ends a process to which another rank sends more than it expects: see what it wrote."
 
@@ -31,7 +33,7 @@ class Said:
 
     groups: Mapping[str, GroupProgress] = field(default_factory=dict)
     idle_s: float = 0.0  # for so long it has issued nothing
-    state: str = ""  # one of the four above
+    state: str = ""  # one of the five above
     answers: int = -1  # the last question that it answers
 
 
@@ -74,7 +76,7 @@ def judge(said: Mapping[int, Said], waiting: int | None = None, idle_s: float = 
 
 def _silent(said: Mapping[int, Said]) -> set[int]:
     """Return the ranks of which nobody knows what they issued in the end."""
-    return {rank for rank, one in said.items() if one.state in (HAS_DIED, IS_LOST)}
+    return {rank for rank, one in said.items() if one.state in _SILENT}
 
 
 def _members(said: Mapping[int, Said], group: str) -> dict[int, GroupProgress]:
@@ -142,7 +144,7 @@ def _slow(said: Mapping[int, Said], waiting: int, busy: Collection[int]) -> str:
 
 
 def _line(one: Said, group: GroupProgress | None, place: int) -> str:
-    issued, last = "" if one.state in (HAS_DIED, IS_LOST) else "issues nothing more", ""
+    issued, last = "" if one.state in _SILENT else "issues nothing more", ""
     if group is not None and group.links:
         start = max(place - group.first, 0)
         shown = group.links[start : start + _AT_MOST]

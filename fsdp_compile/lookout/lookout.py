@@ -38,7 +38,7 @@ from ..passes import _torch_compat as passes_compat
 from ..passes.ranks.worlds import World, current_world
 from ..passes.wire.ledger import Called, ledger
 from .chain import KEPT, NOTHING, Chain, GroupProgress
-from .judge import HAS_DIED, HAS_LEFT, IS_LOST, SAYS_NOTHING, Judgement, Said, judge
+from .judge import HAS_DIED, HAS_LEFT, IS_LOST, NEVER_HEARD, SAYS_NOTHING, Judgement, Said, judge
 from .names import Namer
 
 log = logging.getLogger("fsdp_compile")
@@ -267,7 +267,9 @@ class LookoutThread(threading.Thread):
         with contextlib.suppress(dist.DistError):  # the store is gone
             _poll(have_answered, _ANSWERS_S)
         for rank in others - {*said}:
-            said[rank] = dataclasses.replace(self._heard.get(rank, Said()), state=doubt.silent)
+            last = self._heard.get(rank, Said())
+            state = NEVER_HEARD if doubt.silent == HAS_DIED and not last.groups else doubt.silent
+            said[rank] = dataclasses.replace(last, state=state)
         return judge(said, None if doubt.idle_s is None else self._rank, doubt.idle_s or 0.0)
 
     def _part(self, text: str) -> None:

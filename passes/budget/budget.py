@@ -139,10 +139,18 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
     reduced = sorted(one.fqn for one in find_reduces(graph))
     about = f"{budget_id} {hashlib.sha256(repr(reduced).encode()).hexdigest()[:16]}"
     decision = settled.decision(about, names, ranks, lambda rank: _decide(budget, graph, rank))
+    choice = decision.choice
+    if budget.num_bytes is not None and choice is not None and choice.budget_bytes != budget.num_bytes:
+        warnings.warn(
+            f"memory_budget is {as_size(budget.num_bytes)} on this rank, and {as_size(choice.budget_bytes)} on rank "
+            f"{choice.rank}, which chooses for all: the former has no effect. Call configure with the same on every "
+            "rank.",
+            stacklevel=2,
+        )
     plan = plan_keeping(
         graph, decision.keep, decision.recompute, decision.slices, decision.lookahead, decision.offload
     )
-    return dataclasses.replace(plan, choice=decision.choice)
+    return dataclasses.replace(plan, choice=choice)
 
 
 def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
@@ -166,8 +174,8 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
             helps = f"have {shards} on the CPU (CPUOffloadPolicy)"
         warnings.warn(
             f"memory_budget is {as_size(choice.budget_bytes)} ({choice.budget_bytes:,} bytes), and the smallest plan "
-            f"of this step needs {as_size(choice.chosen.peak_bytes)} ({choice.chosen.peak_bytes:,} bytes): "
-            f"{choice.chosen.name}, which is used. To come down, {helps}, checkpoint whole blocks that are not yet "
+            f"of this step, which is used, needs {as_size(choice.chosen.peak_bytes)} ({choice.chosen.peak_bytes:,} "
+            f"bytes). To come down, {helps}, checkpoint whole blocks that are not yet "
             "(torch.utils.checkpoint), take a smaller batch or shorter sequences, or shard over more ranks.",
             stacklevel=2,
         )
