@@ -64,7 +64,7 @@ def test_a_small_run_trains_one_graph_to_the_unsharded_losses(saved_run: Path) -
         assert held[OURS] < 0.51 * held[UNSHARDED]
     assert report["ranks"][0]["runs"][OURS]["losses"] != report["ranks"][1]["runs"][OURS]["losses"], "same batch"
     plan = json.loads((saved_run / "rank0" / "00_joint" / "plan.json").read_text())
-    assert "blocks.0.attn.qkv.weight" in plan["again"]
+    assert "blocks.0.attn.qkv.weight" in plan["again"] and "blocks.0.attn.qkv.weight" not in plan["keep"]
 
 
 def test_a_saved_graph_runs_by_itself(saved_run: Path, tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ def test_without_resharding_backward_gathers_nothing(records: dict[str, GraphRec
     out = torch.compile(model, backend="passes", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
     assert len(saved_weights(model, out)) == 3  # two in the block, and the head
     out.sum().backward()
-    assert records["joint"].plan.again == ()
+    plan = records["joint"].plan
+    assert plan.again == () and {*plan.params} == {*plan.keep}
     assert records["backward"].plan.gathers == ()
 
 

@@ -48,7 +48,7 @@ def test_small_units_travel_together_but_for_what_nothing_hides_and_large_ones_d
     assert len(units_of(apart.backward)) > len(units_of(plan.backward))
     reduces = [unit.split(":")[1] for unit in units_of(plan.backward, "reduces")]
     assert reduces == ["layers.3", "layers.2 to layers.0", ""]  # nothing hides the last one, so it is a unit alone
-    assert {*apart.params} == {*plan.params} and apart.again == plan.again
+    assert ({*apart.params}, {*apart.keep}) == ({*plan.params}, {*plan.keep}) and apart.again == plan.again
     monkeypatch.setattr(layout, "_LIMITS", together(4))
     large = planned(model)
     assert (units_of(large.forward), units_of(large.backward)) == (units_of(apart.forward), units_of(apart.backward))

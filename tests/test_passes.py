@@ -372,7 +372,7 @@ def test_gathers_are_tagged_above_every_checkpoint() -> None:
     gone = b.unshard(b.input("b", 2, 3), spec("b", regather=True))
     graph = b.output(kept, gone)
     plan = plan_joint(graph)
-    assert plan.keep == ("a",)
+    assert plan.keep == ("a",) and plan.params == ("a", "b")
     assert keep(graph, plan) == 2
     assert kept.meta["recompute"] is CheckpointPolicy.MUST_SAVE
     assert gone.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
@@ -405,6 +405,7 @@ def joint_graph() -> Builder:
 def test_backward_gathers_all_of_a_unit_that_a_gradient_comes_to() -> None:
     graph = joint_graph().graph
     plan = plan_joint(graph)
+    assert plan.params == ("up.w", "up.bias", "up.table") and not plan.keep
     assert plan.again == ("up.w", "up.bias", "up.table")
     assert plan.forward and plan.forward.order == (("gather", 0),)
     assert plan.backward and plan.backward.order == (("gather", 0), ("reduce", 0))

@@ -1,4 +1,4 @@
-"""Steps of optimizers: what torch puts around them, what they wrote to, and kernels over all gradients at once."""
+"""What this package asks of torch's optimizers: a step without hooks, a count of its writes, and fused kernels."""
 
 from __future__ import annotations
 

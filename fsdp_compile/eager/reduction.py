@@ -237,7 +237,7 @@ class Traffic:
         streams.wait_on_cpu()
 
     def forget(self, units: Collection[Unit]) -> None:
-        """After an error, wait for what was launched for ``units``, and drop it."""
+        """After an error, wait for the reductions of ``units`` that are in flight, and drop their gradients."""
         for reduction in [one for one in self._reductions if one.gathered.unit in units]:
             reduction.finish()
             self._reductions.remove(reduction)

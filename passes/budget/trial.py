@@ -144,7 +144,7 @@ class Figures(Decision):
 
 @dataclass(frozen=True)
 class Halves:
-    """The steps of forward and backward after a decision: data, of which steps with more periods are made."""
+    """Both halves of a step that follows one decision, as data to which any number of equal periods can be added."""
 
     decision: Decision
     forward: Half
@@ -154,7 +154,7 @@ class Halves:
     periods: Periods
 
     def figures(self, blocks: Blocks = NO_MORE) -> Figures:
-        """Return the figures of a step with so many more periods in ``blocks``; Unsettled where few do not tell."""
+        """Return the figures of the step with ``blocks`` added; raise Unsettled if the few periods do not tell them."""
         halves, periods = (self.forward, self.backward), self.periods
         more = settled(self.forward, blocks), settled(self.backward, blocks)
         others = {name: more[0].get(turn, 0) for name, turn in periods.forward.items()}

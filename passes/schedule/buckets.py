@@ -20,12 +20,12 @@ from ..wire.spec import ParamSpec
 
 
 def gather_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Return one unit's all-gathers in the order of forward: the places in ``specs`` of the members of each."""
+    """Return one unit's all-gathers in the order of forward, each as the places in ``specs`` of its members."""
     return _split(specs, gather_key, lambda spec: spec.gather_bytes)
 
 
 def reduce_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Return one unit's reductions in the order of backward: the places in ``specs`` of the members of each."""
+    """Return one unit's reductions in the order of backward, each as the places in ``specs`` of its members."""
     return _split(specs, reduce_key, lambda spec: spec.reduce_bytes)[::-1]
 
 

@@ -62,8 +62,8 @@ class Arrival(NamedTuple):
 class Structure:
     """What backward needs of the weights of a joint graph whose gathers are merged."""
 
-    # Each gather, and each tensor that is computed of gathered weights (and of masks, scales or constants), with the
-    # gathers that it is computed of.
+    # The weights behind a node, as gathers. The nodes are the gathers themselves, and those that are computed from
+    # gathered weights alone, or together with masks, scales or constants.
     of_weights: dict[fx.Node, Weights]
     beside: set[fx.Node]  # the operations that compute those masks, scales and constants
     in_forward: set[fx.Node]  # the gathers that forward reads, or keeps
