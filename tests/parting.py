@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compile import configure, fully_shard
+from fsdp_compile import configure, fully_shard, stream_full_params
 from fsdp_compile.lookout.lookout import lookout
 from fsdp_compile.passes._torch_compat import default_store
 from fsdp_compile.passes.wire.ledger import ledger
@@ -24,7 +24,7 @@ from tests.building import build_graphs_at_once
 
 
 class Branching(nn.Module):
-    """Blocks ``a`` and ``b`` stand side by side, and an argument says which of them runs."""
+    """Blocks ``a`` and ``b`` stand side by side, and an argument says which of them run."""
 
     def __init__(self, width_of_b: int) -> None:
         super().__init__()
@@ -32,15 +32,35 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor, branch: str) -> Tensor:
         x = self.front(x)
-        if branch == "a":
+        if "a" in branch:
             x = self.a(x)
-        elif branch == "b":
+        if "b" in branch:
             x = self.b(x)[:, :16]
         return self.back(x)
 
 
+STREAMS = "streams alone", "reads alone", "closes alone", "raises alone"
+
+
+def stream(case: str, model: nn.Module, rank: int) -> object:
+    """Return what a rank holds of a stream while it trains on."""
+    if case == "streams alone":
+        return list(stream_full_params(model)) if rank == 1 else None
+    held = stream_full_params(model, max_bytes=1)
+    next(held)
+    if case == "raises alone" and rank == 1:
+        raise ArithmeticError("the engine is full")
+    if case == "closes alone" and rank == 1:
+        return held.close()
+    if case == "raises alone" or rank == 1:
+        list(held)
+    return held
+
+
 def branch_of(case: str, rank: int, step: int) -> str:
-    if step < 2 or case in ("fewer", "first run", "slow", "off", "alone"):
+    if case == "chooses alone":
+        return "ab"
+    if step < 2 or case in ("fewer", "first run", "slow", "off", "alone", *STREAMS):
         return "a"
     if case == "one":
         return "a" if rank == 0 else ""
@@ -63,14 +83,18 @@ def train(case: str, mode: str, rank: int) -> None:
         if case == "first run" and step == 3:  # of the graph that evaluates
             with torch.no_grad():
                 run(torch.randn(4, 16), "a")
+        if case == "chooses alone" and rank == 1 and step == 0:
+            configure(model, memory_budget="1GiB")
         if case == "off" and step == 1:
             configure(model, watch_s=0)
         if case in ("slow", "off") and rank == 1 and step == 2:
             time.sleep(6)
+        held = stream(case, model, rank) if case in STREAMS and step == 3 else None
         length = 4 + rank * step if case == "slow" else 4
         run(torch.randn(length, 16), branch_of(case, rank, step)).sum().backward()
         if case == "equal":
             time.sleep(0.02)  # a step that somebody would wait for
+        del held
 
 
 def main(case: str, mode: str, rank: int, world: int, port: int, watch_s: float, said_to: Path, log: Path) -> None:

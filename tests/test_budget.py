@@ -425,13 +425,13 @@ def test_a_rank_that_nobody_answers_says_what_it_waited_for() -> None:
         _, said = ranks.run(_alone)
     finally:
         ranks.stop()
-    assert "rank 0 chooses for this one what is kept for memory_budget, and has not said for 0 s" in said
-    assert "call configure with the same memory_budget on every rank" in said
+    assert "waited 0 s for what rank 0 chooses for memory_budget in a graph of " in said
+    assert "Call configure with the same memory_budget on every rank" in said
 
 
 def _in_a_corner(slow_s: float) -> tuple[int, float]:
     """Of replicas of shards: rank 3 shares no group with rank 0, which takes long to choose."""
-    rank, settled = dist.get_rank(), Settled(timeout_s=slow_s / 3)
+    rank, settled = dist.get_rank(), Settled()
     chosen = Candidate("kept", 1, 90, 0.5, 0.25)
 
     def decide(rank: int) -> Plan:

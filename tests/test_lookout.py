@@ -22,7 +22,7 @@ from fsdp_compile.lookout.lookout import ENVIRONMENT, Lookout, LookoutThread, Ra
 from fsdp_compile.lookout.names import Namer
 from fsdp_compile.passes import _torch_compat as compat
 from fsdp_compile.passes.ranks.worlds import World
-from fsdp_compile.passes.wire.ledger import ledger
+from fsdp_compile.passes.wire.ledger import Meeting, ledger
 from tests import parting
 from tests.processes import wait_until
 from tests.ranks import PRELOAD
@@ -147,6 +147,36 @@ def test_a_slow_rank_with_other_lengths_is_none_that_parted(part: Part) -> None:
     assert "it waits for rank 1, which has launched nothing for " in outcomes[0].log
 
 
+@pytest.mark.parametrize("case", ["streams alone", "reads alone"])
+def test_a_rank_that_waits_in_a_stream_for_one_that_trains(part: Part, case: str) -> None:
+    trains, streams = part(case, "eager")
+    assert (streams.status, streams.raised) == (0, "RanksParted"), streams
+    for rank in (trains, streams):
+        rank_0, rank_1 = _lines(rank.told)
+        assert rank_0.startswith("rank 0: eager, all_gather of front.weight"), rank
+        assert rank_1.startswith("rank 1: waits for all ranks of the model to go on with stream_full_params -- the last"), rank
+
+
+@pytest.mark.more
+def test_a_rank_that_waits_for_a_choice_which_the_first_one_does_not_make(part: Part) -> None:
+    trains, adopts = part("chooses alone", "aot_eager")
+    assert (adopts.status, "RanksParted" in adopts.text + adopts.raised) == (0, True), adopts
+    for rank in (trains, adopts):
+        rank_0, rank_1 = _lines(rank.told)
+        assert rank_0.startswith("rank 0: eager, all_gather of front.weight"), rank
+        assert rank_1.startswith("rank 1: waits for what rank 0 chooses for memory_budget in a graph of 8 parameters ("), rank
+
+
+def test_a_rank_that_leaves_a_stream_waits_for_nobody(part: Part) -> None:
+    """The other one trains on with it, holds the stream and never reads it; or reads it when the one has ended."""
+    for rank in part("closes alone", "eager"):
+        assert (rank.status, rank.raised) == (0, ""), rank
+    reads, ended = part("raises alone", "eager")
+    assert (ended.status, ended.raised, ended.text) == (0, "ArithmeticError", "the engine is full")
+    assert (reads.status, reads.raised) == (0, "RuntimeError"), reads
+    assert "stream_full_params: rank 1 left its loop" in reads.text
+
+
 def test_what_was_switched_off_after_the_first_step_says_nothing(part: Part) -> None:
     for rank in part("off", "eager"):
         assert (rank.status, rank.raised, "waits for" in rank.log) == (0, "", False), rank
@@ -253,6 +283,16 @@ def test_three_ranks_that_wait_in_a_circle_are() -> None:
         return Said({name: GroupProgress(ranks[name], 1, NOTHING, int(name == ahead), links("a")) for name in (ahead, behind)}, 70)
 
     assert "wait for one another" in judge({0: of("0", "2"), 1: of("1", "0"), 2: of("2", "1")}, waiting=0, idle_s=30).text
+
+
+def test_ranks_that_wait_for_different_things_part_and_for_one_thing_do_not() -> None:
+    streams, loads = (Said({}, 70, meeting=Meeting(what, (0, 1))) for what in ("a stream", "a load"))
+    assert judge({0: streams, 1: loads}, waiting=0, idle_s=30).text == (
+        f"Ranks 0 and 1 wait for one another:\n  rank 0: waits for a stream\n  rank 1: waits for a load\n{ADVICE}"
+    )
+    assert judge({0: streams, 1: streams}, waiting=0, idle_s=30) == Judgement()
+    slow = judge({0: streams, 1: Said({}, 70)}, waiting=0, idle_s=30).slow
+    assert slow == "rank 0: waits for a stream; it waits for rank 1, which has launched nothing for 70 s"
 
 
 def test_who_said_that_it_waits_before_the_other_went_on_is_not() -> None:

@@ -215,6 +215,26 @@ def test_a_stream_that_a_rank_does_not_read_or_cannot_load_ends_on_all() -> None
     assert_same(joined(stream_full_params(ours)), theirs.state_dict())
 
 
+@on_two_ranks
+def test_streams_of_two_models_are_read_side_by_side_and_of_two_steps_not_at_all() -> None:
+    rank, (theirs, ours), (others, other) = dist.get_rank(), varied(), varied()
+    sums = {name: one + another for (name, one), (_, another) in zip(stream_full_params(ours), stream_full_params(other))}
+    expected = others.state_dict()
+    assert_same(sums, {name: one + expected[name] for name, one in theirs.state_dict().items()})
+    held = stream_full_params(ours, max_bytes=1)
+    next(held)
+    if rank == 1:
+        held.close()  # and does not wait
+    for model in (theirs, ours):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+        optimizer.step()
+    assert_same(joined(stream_full_params(ours)), theirs.state_dict())
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"was written to while the stream was read, so what comes would be of two"):
+            list(held)
+
+
 @pytest.mark.parametrize("allowed, rows, least, most", [(5, 64, 2, 5), (5, 1, 1, 5), (0.5, 64, 1, 1)])
 @on_two_ranks
 def test_full_weights_stay_within_the_bytes_that_are_allowed(allowed: float, rows: int, least: int, most: int) -> None:

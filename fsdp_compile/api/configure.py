@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.mesh import ShardMesh, inner_mesh, ranks_of_a_node
 from ..core.settings import ONCE
-from ..core.unit import Unit, units_in
+from ..core.unit import Unit, saved_tensors, units_in
 from ..graph.install import manager
 from ..lookout.lookout import lookout
 from ..optim.on_host import StatesOnHost
@@ -21,7 +21,6 @@ from ..passes.budget.budget import default_profile
 from ..passes.budget.residency import MAY, OFFLOAD, SHARDS
 from ..passes.ir.module_paths import plain_name
 from .classes import refresh
-from .stream import saved_tensors
 
 _AS_IT_IS: Any = object()  # the default where None means: no plan, no budget from now on
 

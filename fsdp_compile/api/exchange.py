@@ -50,6 +50,7 @@ class Whole:
     parts: Mapping[int, Part] = field(default_factory=dict)  # by rank, of those that send; none if ``local`` is whole
     group: dist.ProcessGroup | None = None
     make: Callable[[], Tensor] | None = None  # what is taken in place of ``local``; all ranks call it together
+    has_changed: Callable[[], bool] = lambda: False  # whether it was written to since
 
     @property
     def is_here(self) -> bool:
@@ -99,9 +100,12 @@ def as_whole(
     make: Callable[[], Tensor] | None = None,
 ) -> Whole:
     """Return how a tensor becomes whole; ``dtype`` casts it before it is sent."""
-    cast = cast_to(dtype, tensor)
+    cast, before = cast_to(dtype, tensor), _version_of(tensor)
+    whole = functools.partial(
+        Whole, tuple(names), tensor.shape, cast, dst=dst, make=make, has_changed=lambda: _version_of(tensor) != before
+    )
     if make is not None or not isinstance(tensor, DTensor):
-        return Whole(tuple(names), tensor.shape, cast, tensor.detach(), tensor.device, dst, make=make)
+        return whole(tensor.detach(), tensor.device)
     known = [type(one) in (Shard, Replicate, dtensors.StridedShard) for one in tensor.placements]
     local = inside(dtensors.local_tensor(tensor).detach())
     if not all(known) or type(local) is not Tensor:
@@ -113,12 +117,17 @@ def as_whole(
     device = device_of_type(mesh.device_type)
     cut = cut_dims(mesh, tensor.placements)
     if not cut:
-        return Whole(tuple(names), tensor.shape, cast, local, device, dst)
+        return whole(local, device)
     group = group_over(mesh, cut)  # made by all ranks, whoever sends
     # ``dst`` may be on another mesh, with parameters of the same names: then nobody sends here.
     sends = this_rank() if dst is None or dst not in mesh.mesh else dst
     parts = parts_of_whole(mesh, tensor.placements, tensor.shape, sends)
-    return Whole(tuple(names), tensor.shape, cast, local, device, dst, parts, group)
+    return whole(local, device, parts=parts, group=group)
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; of a DTensor, some writes are counted by what is inside alone."""
+    return sum(one._version for one in (tensor, local_of(tensor)) if not one.is_inference())
 
 
 def gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
@@ -203,7 +212,7 @@ def windows_of(wholes: Iterable[Whole], most: int, in_pieces: bool) -> Iterator[
 
 @torch.no_grad()
 def landed(
-    windows: Sequence[Sequence[Slab]], most: int, ask: Callable[[], None] = lambda: None
+    windows: Sequence[Sequence[Slab]], most: int, ask: Callable[[Sequence[Slab]], None] = lambda _: None
 ) -> Iterator[tuple[Slab, Tensor | None]]:
     """Yield tensors that became whole, or their pieces; None where they are not sent. ``ask`` runs before a launch.
 
@@ -216,7 +225,7 @@ def landed(
         for number, window in enumerate(windows):
             end = number + 2 if sum(sizes[number : number + 2]) <= most else number + 1
             for launched in windows[number + len(flights) : end]:
-                ask()
+                ask(launched)
                 flights.append(WindowInFlight(launched))
             flights[0].wait()
             for slab in window:

@@ -5,48 +5,30 @@
 
     names                  those in the state dict of the model that was never sharded, without wrappers
 
-Before a window is launched, ranks ask each other whether all of them still read the stream: if one left, all end.
+Before a window is launched, ranks ask each other whether all of them still read the stream (together.py): if one left,
+all end.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensors, process_groups, subclasses
-from ..core.mesh import device_of_type
 from ..core.parts import write_part
-from ..core.unit import units_in
+from ..core.unit import saved_tensors, units_in
 from ..passes.budget.budget import bytes_of
-from ..passes.ir.module_paths import plain_name
 from . import adapters
 from .exchange import Slab, Whole, as_whole, landed, send_values, this_rank, windows_of
-from .fitting import from_all_ranks, raised_on_all, require_module
+from .fitting import require_module
 from .full_params import require_shards
+from .together import Ranks
 
 _LOADED_BYTES = 64 << 20  # of full tensors that one rank sends at a time
-
-
-def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters, and the buffers that are saved, by all their names, which leave out wrappers.
-
-    They are the registered tensors; a state dict of FSDP1's class has only copies.
-    """
-    found: dict[str, Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *subclasses.saved_buffers(module).items()):
-            if tensor is not None:
-                found[plain_name(f"{path}.{name}" if path else name)] = tensor
-    return found
 
 
 def stream_full_params(
@@ -77,9 +59,9 @@ def stream_full_params(
     With **merge_adapters**, a model of PEFT comes as its base model, with its active adapters merged. The model itself
     stays as it is. Weights with an adapter are gathered on all ranks, whole, one at a time.
 
-    Every rank must call this between steps, with the same arguments, and read all of the stream. If a rank leaves its
-    loop early, the stream ends on all: silently where all have left, elsewhere it raises. A rank has left when
-    Python closes the iterator, so iterate over the call itself.
+    Every rank must call this between steps, with the same arguments, and read all of the stream before the next step.
+    If a rank leaves its loop early, the stream ends on all: silently where all have left, elsewhere it raises when it
+    is read on. A rank has left when Python closes the iterator, so iterate over the call itself.
     """
     require_module("stream_full_params", model)
     ranks = Ranks.of(model, "stream_full_params")
@@ -142,77 +124,23 @@ def stream_wholes(
 
 
 def _stream(windows: list[list[Slab]], most: int, ranks: Ranks) -> Iterator[Any]:
+    def ask(window: Sequence[Slab]) -> None:
+        for slab in window:
+            if slab.whole.has_changed():
+                raise RuntimeError(
+                    f"{ranks.function}: {slab.whole.names[0]} was written to while the stream was read, so what comes "
+                    "would be of two steps. Read all of it between two steps."
+                )
+        ranks.ask()
+
     try:
         yield None
-        yield from landed(windows, most, ranks.ask)
+        yield from landed(windows, most, ask)
         ranks.ask()
     except BaseException:
         ranks.leave()
         raise
-
-
-@dataclass(eq=False)
-class Ranks:
-    """All ranks that have parts of one model, and what they do together; this one alone if nothing is sharded."""
-
-    function: str
-    members: list[int]
-    group: dist.ProcessGroup | None
-    device: torch.device
-    is_over: bool = False
-
-    @classmethod
-    def of(cls, model: nn.Module, function: str) -> Ranks:
-        meshes = {one.device_mesh for one in saved_tensors(model).values() if isinstance(one, DTensor)}
-        meshes |= {param.shard.device_mesh for unit in units_in(model) for param in unit.params}  # type: ignore[attr-defined]
-        members = _ranks_in(meshes)
-        if all(_ranks_in([mesh]) != members for mesh in meshes):  # then other ranks know meshes that this one does not
-            members = _ranks_in(map(dtensors.root_mesh, meshes))
-        if len(members) < 2:
-            return cls(function, [this_rank()], None, torch.device("cpu"), is_over=True)
-        everywhere = len(members) == dist.get_world_size()
-        group = dist.group.WORLD if everywhere else process_groups.group_for("streams", members)
-        return cls(function, members, group, device_of_type(next(iter(meshes)).device_type))
-
-    def raise_together(self) -> AbstractContextManager[None]:
-        """Have all ranks raise at the end of a block if one raised in it."""
-        return nullcontext() if self.group is None else raised_on_all(self.function, self.group)
-
-    def require_same(self, asked: Any) -> None:
-        """Raise on all ranks if one asks for something else."""
-        digest = hashlib.sha256(repr(asked).encode()).hexdigest()
-        for rank, theirs in zip(self.members, [digest] if self.group is None else from_all_ranks(digest, self.group)):
-            if theirs != digest:
-                raise ValueError(
-                    f"{self.function}: ranks {this_rank()} and {rank} name different tensors, or pass other "
-                    "arguments. Call it on every rank with the same model and arguments."
-                )
-
-    def ask(self) -> None:
-        """Raise if a rank has left."""
-        left = self._left(0)
-        if left:
-            raise RuntimeError(
-                f"{self.function}: rank {left - 1} left its loop, by a break or an exception, before the stream was at "
-                "its end; so it ends here. Read all of it on every rank."
-            )
-
-    def leave(self) -> None:
-        """Tell the others, unless they know."""
-        self._left(this_rank() + 1)
-
-    def _left(self, mine: int) -> int:
-        if self.is_over or not dist.is_initialized():
-            return 0
-        said = torch.tensor(mine, dtype=torch.int32, device=self.device)
-        dist.all_reduce(said, dist.ReduceOp.MAX, self.group)
-        left = int(said.item())
-        self.is_over = left != 0
-        return left
-
-
-def _ranks_in(meshes: Iterable[DeviceMesh]) -> list[int]:
-    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+    ranks.part()
 
 
 @torch.no_grad()
@@ -254,6 +182,7 @@ def load_full_params(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *,
             raise
     if src is None:
         ranks.require_same(loader.missing)
+    ranks.part()
     return loader.missing
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .._torch_compat import dtensors
+from .._torch_compat import dtensors, subclasses
 from ..passes.ir.module_paths import plain_name
 from ..passes.wire.kept import Keeper, Look
 from ..passes.wire.ledger import ledger
@@ -239,6 +239,19 @@ def _module_at(top: nn.Module, path: str | None) -> nn.Module | None:
     found: nn.Module | None = None if path is None else top
     for name in path.split(".") if path else ():
         found = None if found is None else found._modules.get(name)
+    return found
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters, and the buffers that are saved, by all their names, which leave out wrappers.
+
+    They are the registered tensors; a state dict of FSDP1's class has only copies.
+    """
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *subclasses.saved_buffers(module).items()):
+            if tensor is not None:
+                found[plain_name(f"{path}.{name}" if path else name)] = tensor
     return found
 
 

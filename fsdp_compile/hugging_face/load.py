@@ -22,8 +22,8 @@ from ..api.classes import read_by
 from ..api.fitting import listed, raised_on_all
 from ..api.full_params import require_shards, swapped_in
 from ..api.initialize import fill_in, random_numbers_of_first
-from ..api.stream import Loader, saved_tensors
-from ..core.unit import original_class, units_in
+from ..api.stream import Loader
+from ..core.unit import original_class, saved_tensors, units_in
 from .names import Source, as_built, may_be_more, plain_names, sources
 from .safetensors import File, files_in
 

@@ -29,8 +29,9 @@ from ..api.adapters import adapters_of, plain_model
 from ..api.exchange import Slab, as_whole, cast_to, this_rank
 from ..api.fitting import from_all_ranks, raised_on_all
 from ..api.full_params import require_shards
-from ..api.stream import Ranks, saved_tensors, stream_wholes
-from ..core.unit import original_class, units_in
+from ..api.stream import stream_wholes
+from ..api.together import Ranks
+from ..core.unit import original_class, saved_tensors, units_in
 from ..passes.budget.budget import bytes_of
 from .names import as_built, as_saved, groups_of_entries
 from .safetensors import Writer, name_of

@@ -4,15 +4,17 @@
                         ->  somebody is ahead of one that has left, or of one that is ahead of it     ->  parted
                         ->  somebody is ahead of one that has issued nothing for long                 ->  slow
 
-A rank that is ahead of another one, in a group of both, waits for it or soon will. Ranks that issue the same are never
-ahead of each other in a circle: one of them has issued all that the other one has.
+A rank that is ahead of another one, in a group of both, waits for it or soon will. So does a rank in a meeting to which
+the other has not come. Ranks that issue the same are never ahead of each other in a circle: one of them has issued all
+that the other one has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..passes.wire.ledger import Meeting
 from .chain import ChainLink, GroupProgress, agree
 
 ADVICE = (
@@ -35,6 +37,7 @@ class Said:
     idle_s: float = 0.0  # for so long it has issued nothing
     state: str = ""  # one of the five above
     answers: int = -1  # the last question that it answers
+    meeting: Meeting | None = None  # in which it waits for others
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def judge(said: Mapping[int, Said], waiting: int | None = None, idle_s: float = 
     for group in sorted({group for one in said.values() for group in one.groups}):
         place, differ_in_form = _first_difference(_members(said, group))
         if place is not None:
-            return Judgement(_text(said, group, place, "issue different collectives"))
+            return Judgement(_text(said, _ranks_of(said, group), "issue different collectives", group, place))
         if differ_in_form:
             nameless.append(group)
     if waiting is None:
@@ -62,13 +65,16 @@ def judge(said: Mapping[int, Said], waiting: int | None = None, idle_s: float = 
     involved = {waiting} | _awaited_by(waiting, behind)
     ended = {rank for rank in involved if said[rank].state not in ("", SAYS_NOTHING)}
     stuck = ended | {rank for rank in involved if rank in _awaited_by(rank, behind)}
-    for group, mine in sorted(said[waiting].groups.items()):
+    how = "do not go on together" if ended else "wait for one another"
+    ranks_of = {group: one.ranks for rank in involved for group, one in said[rank].groups.items()}
+    for group, ranks in sorted(ranks_of.items(), key=lambda one: (waiting not in one[1], one)):
         # Only of the ranks that are waited for: another rank may have gone on since ``waiting`` said that it is idle.
-        issued = {_issued(said[rank], group) for rank in involved.intersection(mine.ranks)}
-        if len(issued) > 1 and not stuck.isdisjoint(mine.ranks):
-            how = "do not go on together" if ended else "wait for one another"
+        issued = {_issued(said[rank], group) for rank in involved.intersection(ranks)}
+        if len(issued) > 1 and not stuck.isdisjoint(ranks):
             place = max(min(issued), max(issued) - _AT_MOST) if ended & _silent(said) else min(issued)
-            return Judgement(_text(said, group, place, how), tuple(nameless))
+            return Judgement(_text(said, ranks, how, group, place), tuple(nameless))
+    if stuck:
+        return Judgement(_text(said, sorted(involved), how), tuple(nameless))
     idle = [rank for rank in sorted(involved - {waiting}) if rank in waits or said[rank].state]
     busy = [rank for rank in idle if not behind[rank]]
     return Judgement(nameless=tuple(nameless), slow=_slow(said, waiting, busy) if busy else "")
@@ -102,9 +108,11 @@ def _issued(one: Said, group: str) -> int:
 
 
 def _behind(rank: int, said: Mapping[int, Said]) -> set[int]:
-    """Return the ranks that have issued less than this one in a group of both."""
+    """Return the ranks that have issued less than this one in a group of both, or lack in its meeting."""
     groups = said[rank].groups.items()
-    return {other for name, mine in groups for other in mine.ranks if _issued(said[other], name) < mine.issued}
+    late = {other for name, mine in groups for other in mine.ranks if _issued(said[other], name) < mine.issued}
+    meeting = said[rank].meeting
+    return late if meeting is None else late | {other for other in meeting.ranks if said[other].meeting != meeting}
 
 
 def _awaited_by(rank: int, behind: Mapping[int, set[int]]) -> set[int]:
@@ -118,17 +126,21 @@ def _awaited_by(rank: int, behind: Mapping[int, set[int]]) -> set[int]:
     return found
 
 
-def _text(said: Mapping[int, Said], group: str, place: int, how: str) -> str:
+def _ranks_of(said: Mapping[int, Said], group: str) -> tuple[int, ...]:
+    return next(iter(_members(said, group).values())).ranks
+
+
+def _text(said: Mapping[int, Said], ranks: Sequence[int], how: str, group: str = "", place: int = 0) -> str:
+    """Say what each rank does: the collectives that it issues in a group from ``place`` on, or what it waits for."""
     members = _members(said, group)
-    ranks = next(iter(members.values())).ranks
     is_known = _silent(said).isdisjoint(ranks)
     by_line: dict[str, list[int]] = {}
     for rank in ranks:
         by_line.setdefault(_line(said[rank], members.get(rank), place), []).append(rank)
+    agreed = f"They agree about the first {place}, then" if is_known else f"After {place} collectives"
     return "\n".join(
         [
-            f"Ranks {_listed(ranks)} {how} (process group {group}). "
-            + (f"They agree about the first {place}, then:" if is_known else f"After {place} collectives:"),
+            f"Ranks {_listed(ranks)} {how}" + (f" (process group {group}). {agreed}:" if group else ":"),
             *(f"  {_called(some)}: {line}" for line, some in by_line.items()),
             *([] if is_known else [_ON_DEATH]),
             ADVICE,
@@ -137,10 +149,12 @@ def _text(said: Mapping[int, Said], group: str, place: int, how: str) -> str:
 
 
 def _slow(said: Mapping[int, Said], waiting: int, busy: Collection[int]) -> str:
-    mine = next(one for _, one in sorted(said[waiting].groups.items()) if not {*busy}.isdisjoint(one.ranks))
+    groups = (one for _, one in sorted(said[waiting].groups.items()) if not {*busy}.isdisjoint(one.ranks))
+    mine = None if said[waiting].meeting else next(groups)
     slowest = said[next(iter(busy))]
     what = slowest.state or f"which has launched nothing for {slowest.idle_s:.0f} s"
-    return f"rank {waiting}: {_line(said[waiting], mine, mine.issued)}; it waits for {_called([*busy])}, {what}"
+    line = _line(said[waiting], mine, mine.issued if mine else 0)
+    return f"rank {waiting}: {line}; it waits for {_called([*busy])}, {what}"
 
 
 def _line(one: Said, group: GroupProgress | None, place: int) -> str:
@@ -152,6 +166,8 @@ def _line(one: Said, group: GroupProgress | None, place: int) -> str:
         if shown:
             issued = f"{shown[0].source}, {'; '.join(map(_link, shown))}{f'; and {more} more' if more > 0 else ''}"
         last = f"the last that it launched is the {_link(group.links[max(group.issued - group.first, 1) - 1])}"
+    if one.meeting is not None:
+        issued = f"waits for {one.meeting.what}"
     return " -- ".join(filter(None, [issued, one.state or last]))
 
 
@@ -161,11 +177,11 @@ def _link(link: ChainLink) -> str:
     return f"{kind} of {shown} ({how})"
 
 
-def _called(ranks: list[int]) -> str:
+def _called(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {_listed(ranks)}"
 
 
-def _listed(ranks: list[int] | tuple[int, ...]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     if len(ranks) > 8:
         return f"{', '.join(map(str, ranks[:6]))} and {len(ranks) - 6} others"
     return ", ".join(map(str, ranks[:-1])) + (" and " if len(ranks) > 1 else "") + str(ranks[-1])

@@ -27,7 +27,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from .._torch_compat import process_groups
 from ..core.unit import Unit
 from ..passes import _torch_compat as passes_compat
 from ..passes.ranks.worlds import World, current_world
-from ..passes.wire.ledger import Called, ledger
+from ..passes.wire.ledger import Called, Meeting, ledger
 from .chain import KEPT, NOTHING, Chain, GroupProgress
 from .judge import HAS_DIED, HAS_LEFT, IS_LOST, NEVER_HEARD, SAYS_NOTHING, Judgement, Said, judge
 from .names import Namer
@@ -110,6 +110,7 @@ class LookoutThread(threading.Thread):
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._chains: dict[str, Chain] = {}
         self._issued: dict[str, int] = {}
+        self._meeting: Meeting | None = None
         self._since = time.monotonic()  # it has been that
         self._heard: dict[int, Said] = {}  # what others last said
         self._nameless: set[str] = set()  # groups whose ranks call the same parameters differently
@@ -189,8 +190,9 @@ class LookoutThread(threading.Thread):
             issued = {group: chain.issued() for group, chain in self._chains.items()}
         else:
             issued = {group: chain.count for group, chain in self._chains.items()}
-        if issued != self._issued:
-            self._issued, self._since = issued, time.monotonic()
+        meeting = ledger.meeting
+        if (issued, meeting) != (self._issued, self._meeting):
+            self._issued, self._meeting, self._since = issued, meeting, time.monotonic()
 
     def _chain(self, group: str) -> Chain:
         if group not in self._chains:
@@ -199,7 +201,7 @@ class LookoutThread(threading.Thread):
 
     def _said(self, num_links: int, state: str, answers: int) -> Said:
         groups = {name: chain.place(self._issued[name], num_links) for name, chain in self._chains.items()}
-        return Said(groups, time.monotonic() - self._since, state, answers)
+        return Said(groups, time.monotonic() - self._since, state, answers, self._meeting)
 
     def _hear(self, rank: int) -> Said:
         found = self._store.get(f"lookout/said/{rank}")
@@ -210,16 +212,23 @@ class LookoutThread(threading.Thread):
         """Yield each group with the two ranks beside this one, and where these are in it."""
         heard: dict[int, Said] = {}
         for name, chain in self._chains.items():
-            place = chain.ranks.index(self._rank)
-            for other in {chain.ranks[place - 1], chain.ranks[(place + 1) % len(chain.ranks)]} - {self._rank}:
+            for other in self._beside(chain.ranks):
                 said = heard[other] = heard.get(other) or self._hear(other)
                 yield name, chain, said, said.groups.get(name, GroupProgress(chain.ranks, 0, NOTHING, 0))
+
+    def _beside(self, ranks: Sequence[int]) -> set[int]:
+        """Return the two ranks beside this one, or the only other one."""
+        place = ranks.index(self._rank)
+        return {ranks[place - 1], ranks[(place + 1) % len(ranks)]} - {self._rank}
 
     def _doubt(self) -> Doubt | None:
         """Return a doubt if a neighbour differs or has left, if a wait failed, or if a neighbour is behind for long."""
         if self._lookout.timeout_s <= 0:
             return None  # switched off since
-        idle_s, is_ahead = time.monotonic() - self._since, False
+        idle_s, is_ahead = time.monotonic() - self._since, self._meeting is not None
+        awaited = self._beside(self._meeting.ranks) if self._meeting else ()
+        if idle_s > _PAUSE_S and any(self._hear(other).state == HAS_LEFT for other in awaited):
+            return Doubt(_PAUSE_S)
         for group, chain, said, theirs in self._neighbours():
             is_behind = theirs.issued < self._issued[group]
             is_ahead |= is_behind

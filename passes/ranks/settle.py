@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from ..ir.plan import Plan
+from ..wire.ledger import ledger
 from .worlds import World, current_world
 
-TIMEOUT_S = 600.0  # until a rank has begun to choose
-_PATIENCE = 12  # times TIMEOUT_S until it has chosen: large models take minutes
-_CHOOSING = "/choosing"
+TIMEOUT_S = 1800.0  # until a rank has chosen: large models take minutes
 
 
 class Settled:
@@ -69,9 +67,8 @@ class Settled:
         topic = hashlib.sha256(repr((about, names)).encode()).hexdigest()[:16]
         keys = {one: f"budget/{one}/{topic}" for one in (rank, min(others))}
         if min(others) < rank:
-            text = self._wait(world, keys, rank, min(others), names)
+            text = self._adopt(world, keys[min(others)], (min(others), rank), names)
         else:
-            world.put(keys[rank] + _CHOOSING, f"{rank}")
             try:
                 text = decide(rank).to_json()
             except Exception as error:
@@ -82,27 +79,12 @@ class Settled:
             raise RuntimeError(f"the rank that chooses what is kept for memory_budget could not: {fields['error']}")
         return Plan.from_json(text)
 
-    def _wait(self, world: World, keys: dict[int, str], rank: int, first: int, names: tuple[str, ...]) -> str:
-        key, began = keys[first], time.monotonic()
-        pause_s = 0.01
-        chooses = ""  # the rank that decides; ``first`` may follow it, too
-        while (said := world.get(key)) is None:
-            waited_s = time.monotonic() - began
-            if not chooses and (chooser := world.get(key + _CHOOSING)) is not None:
-                chooses = chooser.decode()
-                world.put(keys[rank] + _CHOOSING, chooses)  # for ranks that follow this one
-            if waited_s > self.timeout_s * (_PATIENCE if chooses else 1):
-                raise RuntimeError(
-                    f"rank {chooses or first} chooses for this one what is kept for memory_budget, and has not said "
-                    f"for {waited_s:.0f} s what that is in a graph of {len(names)} parameters ({names[0]}, ...). "
-                    + (
-                        "It began to, and did not come to an end: see what it does there, or leave memory_budget out."
-                        if chooses
-                        else "It compiled no such graph: call configure with the same memory_budget on every rank, in "
-                        "the same order, and have all ranks compile the model in the same step. Or leave memory_budget "
-                        "out."
-                    )
-                )
-            time.sleep(pause_s)  # in Python, so that an interruption gets through
-            pause_s = min(2 * pause_s, 0.5)
-        return said.decode()
+    def _adopt(self, world: World, key: str, ranks: Sequence[int], names: tuple[str, ...]) -> str:
+        """Return what the first of these ranks has written, once it has."""
+        what = f"what rank {ranks[0]} chooses for memory_budget in a graph of {len(names)} parameters ({names[0]}, ...)"
+        advice = (
+            "Call configure with the same memory_budget on every rank, in the same order, and have all ranks compile "
+            "the model in the same step; or leave memory_budget out."
+        )
+        ledger.meet(what, ranks, lambda: world.get(key) is not None, self.timeout_s, advice)
+        return (world.get(key) or b"").decode()

@@ -5,6 +5,8 @@
                                                   graph, and is part of its code, so graphs from a cache have it too;
                                                   the shards tell whose they are: equal graphs share code and names
 
+    between steps   meet(what, ranks, ...)        while this rank waits for these ranks to come to the same place
+
 Nothing is computed, looked up or sent here: the lookout drains the entries on a thread of its own. ``alarm`` is called
 before anything is issued: once to start the comparison, and every time, to raise, once ranks were found to have parted.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +32,7 @@ from . import kept
 from .spec import ParamSpec, define_op
 
 _DIGEST = 16  # letters in front of a graph's text, which identify it
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.1  # between two looks whether others are there
 _MOST = 4096  # graphs to remember; some of them may belong to models that are gone
 
 
@@ -52,6 +56,13 @@ class Called(NamedTuple):
     # of which that is left.
     memory: Sequence[object]
     sequence: tuple[int, ...]  # how many collectives each group of the graph had been given before
+
+
+class Meeting(NamedTuple):
+    """What this rank waits for, and for which ranks; it may be one of them."""
+
+    what: str
+    ranks: tuple[int, ...]
 
 
 class Member(NamedTuple):
@@ -155,6 +166,7 @@ class Ledger:
         self.on_text: Callable[[GraphText], None] | None = None  # called with each text when it is new; may raise
         # Called with each entry as it is issued, while a step is profiled.
         self.hear: Callable[[Issued | Called], None] | None = None
+        self.meeting: Meeting | None = None  # in which this rank waits
         self.num_begun = 0  # calls of graphs
         self._texts: dict[str, _Text] = {}  # by their digests
         # Graphs that ran, the last one last, with the addresses of the shards that they were given; num_begun then.
@@ -168,6 +180,23 @@ class Ledger:
             if self.explain is not None:
                 self.explain(error)
             raise
+
+    def meet(
+        self, what: str, ranks: Sequence[int], are_there: Callable[[], bool], limit_s: float, advice: str = ""
+    ) -> None:
+        """Wait for ``what`` until ``are_there`` says that these ranks are; raise if ranks were found to have parted."""
+        deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_PAUSE_S
+        self.meeting = Meeting(what, tuple(ranks))
+        try:
+            while not are_there():
+                if self.alarm is not None:
+                    self.alarm()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"waited {limit_s:.0f} s for {what}. {advice}")
+                time.sleep(pause_s)  # in Python, so that an interruption gets through
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            self.meeting = None
 
     def forget(self) -> None:
         """Drop what was issued in a world that is gone."""
