@@ -39,7 +39,7 @@ class Branching(nn.Module):
         return self.back(x)
 
 
-STREAMS = "streams alone", "reads alone", "closes alone", "raises alone"
+STREAMS = "streams alone", "reads alone", "closes alone", "raises alone", "two streams"
 
 
 def stream(case: str, model: nn.Module, rank: int) -> object:
@@ -48,6 +48,8 @@ def stream(case: str, model: nn.Module, rank: int) -> object:
         return list(stream_full_params(model)) if rank == 1 else None
     held = stream_full_params(model, max_bytes=1)
     next(held)
+    if case == "two streams" and rank == 0:
+        return stream_full_params(model)
     if case == "raises alone" and rank == 1:
         raise ArithmeticError("the engine is full")
     if case == "closes alone" and rank == 1:

@@ -17,7 +17,17 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compile.lookout.chain import NOTHING, Chain, ChainLink, GroupProgress
-from fsdp_compile.lookout.judge import ADVICE, HAS_DIED, IS_LOST, NEVER_HEARD, SAYS_NOTHING, Judgement, Said, judge
+from fsdp_compile.lookout.judge import (
+    ADVICE,
+    HAS_DIED,
+    HAS_LEFT,
+    IS_LOST,
+    NEVER_HEARD,
+    SAYS_NOTHING,
+    Judgement,
+    Said,
+    judge,
+)
 from fsdp_compile.lookout.lookout import ENVIRONMENT, Lookout, LookoutThread, RanksParted
 from fsdp_compile.lookout.names import Namer
 from fsdp_compile.passes import _torch_compat as compat
@@ -158,6 +168,14 @@ def test_a_rank_that_waits_in_a_stream_for_one_that_trains(part: Part, case: str
 
 
 @pytest.mark.more
+def test_ranks_that_are_at_different_places_of_streams(part: Part) -> None:
+    """One begins another stream, while the other one reads on."""
+    for rank in part("two streams", "eager"):
+        assert (rank.status, rank.raised) == (0, "RanksParted"), rank
+        assert rank.text.startswith("Ranks 0 and 1 wait for one another:\n  ranks 0 and 1: waits for all ranks of"), rank
+
+
+@pytest.mark.more
 def test_a_rank_that_waits_for_a_choice_which_the_first_one_does_not_make(part: Part) -> None:
     trains, adopts = part("chooses alone", "aot_eager")
     assert (adopts.status, "RanksParted" in adopts.text + adopts.raised) == (0, True), adopts
@@ -291,6 +309,10 @@ def test_ranks_that_wait_for_different_things_part_and_for_one_thing_do_not() ->
         f"Ranks 0 and 1 wait for one another:\n  rank 0: waits for a stream\n  rank 1: waits for a load\n{ADVICE}"
     )
     assert judge({0: streams, 1: streams}, waiting=0, idle_s=30) == Judgement()
+    later = Said({}, 70, meeting=Meeting("a stream", (0, 1), (1,)))
+    assert judge({0: later, 1: streams}, waiting=0, idle_s=30).text != ""
+    goes_on = Said({}, 70, HAS_LEFT, met={("a stream", (0, 1)): (1,)})
+    assert judge({0: later, 1: goes_on}, waiting=0, idle_s=30) == Judgement()
     slow = judge({0: streams, 1: Said({}, 70)}, waiting=0, idle_s=30).slow
     assert slow == "rank 0: waits for a stream; it waits for rank 1, which has launched nothing for 70 s"
 

@@ -184,6 +184,18 @@ def test_who_leaves_early_ends_the_stream_on_all_ranks() -> None:
     with pytest.raises(error, match=words):
         load_full_params(ours, broken() if rank == 1 else (), src=1)
 
+    def changed() -> Iterator[tuple[str, Tensor]]:
+        for place, one in enumerate(stream_full_params(ours, max_bytes=4000)):
+            if place == 3 and rank == 1:
+                raise OSError("no memory")
+            yield one
+
+    error, words = [(RuntimeError, "rank 1 left its loop"), (OSError, "no memory")][rank]
+    with pytest.raises(error, match=words):
+        load_full_params(ours, changed())
+    with torch.no_grad():
+        ours.scale.copy_(theirs.scale)
+
 
 @on_two_ranks
 def test_a_stream_that_a_rank_does_not_read_or_cannot_load_ends_on_all() -> None:
@@ -215,13 +227,18 @@ def test_a_stream_that_a_rank_does_not_read_or_cannot_load_ends_on_all() -> None
     assert_same(joined(stream_full_params(ours)), theirs.state_dict())
 
 
+@pytest.mark.parametrize("is_large", [False, True])
 @on_two_ranks
-def test_streams_of_two_models_are_read_side_by_side_and_of_two_steps_not_at_all() -> None:
+def test_streams_of_two_models_are_read_side_by_side_and_of_two_steps_not_at_all(is_large: bool) -> None:
+    """Also what was on its way when the step began does not come."""
     rank, (theirs, ours), (others, other) = dist.get_rank(), varied(), varied()
     sums = {name: one + another for (name, one), (_, another) in zip(stream_full_params(ours), stream_full_params(other))}
     expected = others.state_dict()
     assert_same(sums, {name: one + expected[name] for name, one in theirs.state_dict().items()})
-    held = stream_full_params(ours, max_bytes=1)
+    doubled = ((name, 2 * one) for name, one in stream_full_params(other, max_bytes=256, pieces=True))
+    load_full_params(other, doubled)
+    assert_same(joined(stream_full_params(other)), {name: 2 * one for name, one in expected.items()})
+    held = stream_full_params(ours, max_bytes="1MiB" if is_large else 1)
     next(held)
     if rank == 1:
         held.close()  # and does not wait
@@ -231,7 +248,8 @@ def test_streams_of_two_models_are_read_side_by_side_and_of_two_steps_not_at_all
         optimizer.step()
     assert_same(joined(stream_full_params(ours)), theirs.state_dict())
     if rank == 0:
-        with pytest.raises(RuntimeError, match=r"was written to while the stream was read, so what comes would be of two"):
+        words = "was written to while the stream was read, so what comes would" if is_large else "rank 1 left its loop"
+        with pytest.raises(RuntimeError, match=words):
             list(held)
 
 

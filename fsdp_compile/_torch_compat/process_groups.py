@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import hashlib
 import weakref
@@ -44,11 +45,26 @@ def group_for(purpose: str, ranks: Sequence[int], backend: str | None = None) ->
     _let_groups_be_named()
     named = _name.set(hashlib.sha256(described.encode()).hexdigest())
     try:
-        made = c10d.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc=described)
+        made = c10d.new_group(
+            list(ranks), world_timeout(), backend=backend, use_local_synchronization=True, group_desc=described
+        )
     finally:
         _name.reset(named)
     assert isinstance(made, torch.distributed.ProcessGroup)
     return made
+
+
+def world_timeout() -> datetime.timedelta | None:
+    """Return how long the group of all ranks lets a rank wait for another one; None where its backend has no limit.
+
+    ``ProcessGroup._get_backend``, ``Backend.options``, ``_timeout``: 2.11 to 2.15.
+    """
+    group: Any = torch.distributed.group.WORLD
+    for device_type in ("cpu", "cuda", "xpu"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            found: datetime.timedelta = group._get_backend(torch.device(device_type)).options._timeout
+            return found
+    return None
 
 
 _name: ContextVar[str] = ContextVar("the name of the group that is made", default="")
@@ -77,15 +93,16 @@ def abort_all() -> None:
 
 
 def how_waits_end() -> str:
-    """Say when a rank that ``abort_all`` is called on raises (``ProcessGroup._get_backend``, 2.11 to 2.15)."""
+    """Say when a rank that ``abort_all`` is called on raises."""
     said = "This rank raises this at its next collective, or when its wait ends."
     group = torch.distributed.group.WORLD
     if group is None or backend_of(group, "cpu") != "gloo":
         return said
-    timeout_s = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    timeout = world_timeout()
+    assert timeout is not None
     return (
         f"{said} A wait in gloo cannot be ended: it, and this process, may go on until another rank's process ends, or "
-        f"for {timeout_s:.0f} s, the group's timeout. init_process_group(timeout=...) sets that."
+        f"for {timeout.total_seconds():.0f} s, the group's timeout. init_process_group(timeout=...) sets that."
     )
 
 

@@ -70,16 +70,19 @@ def merged_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
     }
 
 
-def merges(model: nn.Module) -> dict[int, Callable[[], Tensor]]:
-    """Return what makes the merged tensors of the base model, by the ids of those that adapters add to."""
-    found: dict[int, Callable[[], Tensor]] = {}
+def merges(model: nn.Module) -> dict[int, tuple[Callable[[], Tensor], list[Tensor]]]:
+    """Return what makes the merged tensors of the base model, by the ids of those that adapters add to.
+
+    With each comes what it is made of.
+    """
+    found: dict[int, tuple[Callable[[], Tensor], list[Tensor]]] = {}
     for layer in model.modules():
         if "base_layer" in layer._modules and hasattr(layer, "merge"):
             changed = ["weight", "bias"] if any(getattr(layer, "lora_bias", {}).values()) else ["weight"]
             for name in changed:
                 tensor = layer.get_base_layer()._parameters.get(name)  # type: ignore[operator]
                 if tensor is not None:
-                    found[id(tensor)] = partial(merged, layer, name)
+                    found[id(tensor)] = partial(merged, layer, name), list(layer.parameters())
     return found
 
 

@@ -98,12 +98,16 @@ def as_whole(
     dtype: torch.dtype | None = None,
     dst: int | None = None,
     make: Callable[[], Tensor] | None = None,
+    made_of: Sequence[Tensor] = (),
 ) -> Whole:
     """Return how a tensor becomes whole; ``dtype`` casts it before it is sent."""
-    cast, before = cast_to(dtype, tensor), _version_of(tensor)
-    whole = functools.partial(
-        Whole, tuple(names), tensor.shape, cast, dst=dst, make=make, has_changed=lambda: _version_of(tensor) != before
-    )
+    cast, sources = cast_to(dtype, tensor), made_of or [tensor]
+    before = [*map(_version_of, sources)]
+
+    def has_changed() -> bool:
+        return before != [*map(_version_of, sources)]
+
+    whole = functools.partial(Whole, tuple(names), tensor.shape, cast, dst=dst, make=make, has_changed=has_changed)
     if make is not None or not isinstance(tensor, DTensor):
         return whole(tensor.detach(), tensor.device)
     known = [type(one) in (Shard, Replicate, dtensors.StridedShard) for one in tensor.placements]
@@ -212,7 +216,7 @@ def windows_of(wholes: Iterable[Whole], most: int, in_pieces: bool) -> Iterator[
 
 @torch.no_grad()
 def landed(
-    windows: Sequence[Sequence[Slab]], most: int, ask: Callable[[Sequence[Slab]], None] = lambda _: None
+    windows: Sequence[Sequence[Slab]], most: int, ask: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[Slab, Tensor | None]]:
     """Yield tensors that became whole, or their pieces; None where they are not sent. ``ask`` runs before a launch.
 
@@ -225,7 +229,7 @@ def landed(
         for number, window in enumerate(windows):
             end = number + 2 if sum(sizes[number : number + 2]) <= most else number + 1
             for launched in windows[number + len(flights) : end]:
-                ask(launched)
+                ask()
                 flights.append(WindowInFlight(launched))
             flights[0].wait()
             for slab in window:

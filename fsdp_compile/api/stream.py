@@ -60,8 +60,8 @@ def stream_full_params(
     stays as it is. Weights with an adapter are gathered on all ranks, whole, one at a time.
 
     Every rank must call this between steps, with the same arguments, and read all of the stream before the next step.
-    If a rank leaves its loop early, the stream ends on all: silently where all have left, elsewhere it raises when it
-    is read on. A rank has left when Python closes the iterator, so iterate over the call itself.
+    If a rank leaves its loop early, the ranks that read on raise. A rank has left when Python closes the iterator, so
+    iterate over the call itself.
     """
     require_module("stream_full_params", model)
     ranks = Ranks.of(model, "stream_full_params")
@@ -72,11 +72,11 @@ def stream_full_params(
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"stream_full_params: dtype is {dtype!r}. Pass a floating-point dtype of torch.")
         require_shards(units_in(model), "stream weights")
-        tensors, makes = saved_tensors(model), {}
+        tensors, merges = saved_tensors(model), {}
         if merge_adapters:
-            tensors, makes = adapters.merged_names(model, tensors), adapters.merges(model)
+            tensors, merges = adapters.merged_names(model, tensors), adapters.merges(model)
         wholes = [
-            as_whole(some, tensor, dtype, dst, make=makes.get(id(tensor))) for some, tensor in _named(tensors, names)
+            as_whole(some, tensor, dtype, dst, *merges.get(id(tensor), ())) for some, tensor in _named(tensors, names)
         ]
     stream = stream_wholes(wholes, ranks, most, pieces)
     return _by_name(stream, None if device is None else torch.device(device))
@@ -124,18 +124,16 @@ def stream_wholes(
 
 
 def _stream(windows: list[list[Slab]], most: int, ranks: Ranks) -> Iterator[Any]:
-    def ask(window: Sequence[Slab]) -> None:
-        for slab in window:
-            if slab.whole.has_changed():
+    try:
+        yield None
+        for slab, made in landed(windows, most, ranks.ask):
+            if slab.piece.start == 0 and slab.whole.has_changed():  # who reads pieces may write to those that came
                 raise RuntimeError(
                     f"{ranks.function}: {slab.whole.names[0]} was written to while the stream was read, so what comes "
                     "would be of two steps. Read all of it between two steps."
                 )
-        ranks.ask()
-
-    try:
-        yield None
-        yield from landed(windows, most, ask)
+            yield slab, made
+            del made  # before the next one is there
         ranks.ask()
     except BaseException:
         ranks.leave()
@@ -176,9 +174,7 @@ def load_full_params(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *,
                 loader.write(name, value)
             loader.require_whole()
         except BaseException:
-            close = getattr(tensors, "close", None)
-            if close is not None:  # a stream ends on all ranks before they say what they raised
-                close()
+            ranks.end_others()  # so that no rank waits for this one in a stream that it was given
             raise
     if src is None:
         ranks.require_same(loader.missing)

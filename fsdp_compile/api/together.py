@@ -9,11 +9,13 @@ process group in which nothing else is sent until it is over on all ranks, so a 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +29,14 @@ from .._torch_compat import dtensors, process_groups
 from ..core.mesh import device_of_type
 from ..core.unit import saved_tensors, units_in
 from ..passes.ranks.worlds import World, current_world
-from ..passes.wire.ledger import ledger
+from ..passes.wire.ledger import Meeting, ledger
 from .exchange import this_rank
 from .fitting import from_all_ranks, raised_on_all
 
 
 @dataclass
 class _Meetings:
-    """How often some ranks have met in one world, and what they did since that is not over here."""
+    """How often the same ranks have met in one world, and which of these meetings are not over on this rank."""
 
     count: int = 0
     going: list[Ranks] = field(default_factory=list)
@@ -50,8 +52,10 @@ class Ranks:
     function: str
     members: list[int]
     device: torch.device
-    place: int = 0  # among the groups that these ranks have for such things
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # None on a single rank
+    _place: int = 0  # of the group, among those that were made for streams of these ranks
+    _number: tuple[int, int] = (0, 0)  # of the meeting, and of the last question in it
+    _world: World | None = None
     _answer: tuple[Tensor, Any] | None = None  # the last one, on its way
     _is_over: bool = False
 
@@ -71,31 +75,33 @@ class Ranks:
 
     def _meet(self) -> None:
         """Wait until all have come, and take the first group that is free on all of them."""
-        world = current_world()
+        self._world = world = current_world()
         assert world is not None
         met = _MEETINGS.setdefault(world, {}).setdefault(tuple(self.members), _Meetings())
         met.going = [one for one in met.going if one._is_going()]
+        self._number = met.count, 0
         key = f"meetings/{hashlib.sha256(repr(self.members).encode()).hexdigest()}/{met.count}"
         for one in met.going:
-            world.count(f"{key}/{one.place}", 1)
+            world.count(f"{key}/{one._place}", 1)
         world.count(key, 1)
         try:
             self._wait(lambda: world.count(key) >= len(self.members))
         except BaseException:
-            world.count(key, -1)
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                world.count(key, -1)
             raise
-        self.place = next(place for place in itertools.count() if not world.count(f"{key}/{place}"))
-        self.group = process_groups.group_for(f"streams, number {self.place}", self.members)
         met.count += 1
+        self._place = next(place for place in itertools.count() if not world.count(f"{key}/{place}"))
+        self.group = process_groups.group_for(f"streams, number {self._place}", self.members)
         met.going.append(self)
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
         """Have all ranks raise at the end of a block if one raised in it; then it is over on all."""
         try:
-            with nullcontext() if self.group is None else raised_on_all(self.function, self.group):
+            with contextlib.nullcontext() if self.group is None else raised_on_all(self.function, self.group):
                 yield
-        except Exception:
+        except BaseException:
             self.part()
             raise
 
@@ -112,9 +118,12 @@ class Ranks:
 
     def ask(self) -> None:
         """Raise if a rank has left, once all ranks ask or have left."""
-        if self.group is None or self._is_over:
+        if self.group is None:
             return
+        if self._is_over or self._world is not current_world():
+            raise RuntimeError(f"{self.function}: the stream ended on this rank. Begin another one.")
         said, work = self._say(0)
+        self._number = self._number[0], self._number[1] + 1
         self._wait(work.is_completed)
         ledger.wait(work.wait)
         left = int(said.item())
@@ -126,16 +135,25 @@ class Ranks:
             )
 
     def _wait(self, are_there: Callable[[], bool]) -> None:
-        world = current_world()
-        assert world is not None
-        what = f"all ranks of the model to go on with {self.function}"
-        ledger.meet(what, self.members, are_there, world.timeout_s, "Call it on all of them.")
+        meeting = Meeting(f"all ranks of the model to go on with {self.function}", tuple(self.members), self._number)
+        timeout = process_groups.world_timeout()
+        limit_s = math.inf if timeout is None else timeout.total_seconds()
+        ledger.meet(meeting, are_there, limit_s, "Call it on all of them.")
 
     def leave(self) -> None:
-        """Tell the others when they ask, unless they know."""
-        if self.group is not None and not self._is_over and dist.is_initialized():
-            self._say(this_rank() + 1)
+        """Have the others raise when they ask. It is over on this rank, which does not wait until they do."""
+        if self.group is not None and not self._is_over and self._world is current_world():
+            with contextlib.suppress(RuntimeError):  # a group that was aborted, as ranks have parted
+                self._say(this_rank() + 1)
         self._is_over = True
+
+    def end_others(self) -> None:
+        """Leave all else that this rank has begun with others, as what raised here may have been reading it."""
+        world = current_world()
+        for met in _MEETINGS.get(world, {}).values() if world is not None else ():
+            for one in met.going:
+                if one is not self:
+                    one.leave()
 
     def part(self) -> None:
         """Note that it is over on all ranks."""

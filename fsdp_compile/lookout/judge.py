@@ -4,9 +4,9 @@
                         ->  somebody is ahead of one that has left, or of one that is ahead of it     ->  parted
                         ->  somebody is ahead of one that has issued nothing for long                 ->  slow
 
-A rank that is ahead of another one, in a group of both, waits for it or soon will. So does a rank in a meeting to which
-the other has not come. Ranks that issue the same are never ahead of each other in a circle: one of them has issued all
-that the other one has.
+A rank that is ahead of another one, in a group of both, waits for it or soon will. A rank in a meeting waits for those
+that have not come to it. Ranks that issue the same are never ahead of each other in a circle: one of them has issued
+all that the other one has.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class Said:
     state: str = ""  # one of the five above
     answers: int = -1  # the last question that it answers
     meeting: Meeting | None = None  # in which it waits for others
+    met: Mapping[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)  # its last ones, by key
+
+    def lacks_in(self, meeting: Meeting) -> bool:
+        """Whether this rank has not come to the meeting."""
+        return self.meeting != meeting and self.met.get(meeting.key, (-1,)) < meeting.number
 
 
 @dataclass(frozen=True)
@@ -108,11 +113,11 @@ def _issued(one: Said, group: str) -> int:
 
 
 def _behind(rank: int, said: Mapping[int, Said]) -> set[int]:
-    """Return the ranks that have issued less than this one in a group of both, or lack in its meeting."""
+    """Return the ranks that have issued less than this one in a group of both, or have not come to its meeting."""
     groups = said[rank].groups.items()
     late = {other for name, mine in groups for other in mine.ranks if _issued(said[other], name) < mine.issued}
     meeting = said[rank].meeting
-    return late if meeting is None else late | {other for other in meeting.ranks if said[other].meeting != meeting}
+    return late if meeting is None else late | {other for other in meeting.ranks if said[other].lacks_in(meeting)}
 
 
 def _awaited_by(rank: int, behind: Mapping[int, set[int]]) -> set[int]:

@@ -201,7 +201,7 @@ class LookoutThread(threading.Thread):
 
     def _said(self, num_links: int, state: str, answers: int) -> Said:
         groups = {name: chain.place(self._issued[name], num_links) for name, chain in self._chains.items()}
-        return Said(groups, time.monotonic() - self._since, state, answers, self._meeting)
+        return Said(groups, time.monotonic() - self._since, state, answers, self._meeting, dict(ledger.met))
 
     def _hear(self, rank: int) -> Said:
         found = self._store.get(f"lookout/said/{rank}")
@@ -226,9 +226,10 @@ class LookoutThread(threading.Thread):
         if self._lookout.timeout_s <= 0:
             return None  # switched off since
         idle_s, is_ahead = time.monotonic() - self._since, self._meeting is not None
-        awaited = self._beside(self._meeting.ranks) if self._meeting else ()
-        if idle_s > _PAUSE_S and any(self._hear(other).state == HAS_LEFT for other in awaited):
-            return Doubt(_PAUSE_S)
+        if self._meeting is not None and idle_s > _PAUSE_S:
+            for said in map(self._hear, self._beside(self._meeting.ranks)):
+                if said.state == HAS_LEFT and said.lacks_in(self._meeting):
+                    return Doubt(_PAUSE_S)
         for group, chain, said, theirs in self._neighbours():
             is_behind = theirs.issued < self._issued[group]
             is_ahead |= is_behind
@@ -303,7 +304,10 @@ class LookoutThread(threading.Thread):
             return
         deadline = time.monotonic() + _ANSWERS_S
         while not self._parted and time.monotonic() < deadline:
-            if not any(theirs.count > chain.count for _, chain, _, theirs in self._neighbours()):
+            is_awaited = any(theirs.count > chain.count for _, chain, _, theirs in self._neighbours())
+            mine = self._said(0, HAS_LEFT, self._number)
+            meetings = [said.meeting for said in self._heard.values() if said.meeting is not None]
+            if not is_awaited and not any(self._rank in one.ranks and mine.lacks_in(one) for one in meetings):
                 return
             time.sleep(0.05)
             self._look(HAS_LEFT)

@@ -204,11 +204,6 @@ def _register(outs: Sequence[torch.Tensor], work: torch.distributed.Work) -> Non
         torch._C._distributed_c10d._register_work(out, work)
 
 
-def store_timeout_s(store: torch.distributed.Store) -> float:
-    """Return a store's timeout, which is that of the process group that it serves (``Store.timeout``: 2.11 to 2.15)."""
-    return float(store.timeout.total_seconds())  # type: ignore[attr-defined]
-
-
 def default_store() -> torch.distributed.Store | None:
     """Return the rendezvous store of the default process group, or None without one.
 

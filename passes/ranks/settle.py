@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ..ir.plan import Plan
-from ..wire.ledger import ledger
+from ..wire.ledger import Meeting, ledger
 from .worlds import World, current_world
 
 TIMEOUT_S = 1800.0  # until a rank has chosen: large models take minutes
@@ -86,5 +86,5 @@ class Settled:
             "Call configure with the same memory_budget on every rank, in the same order, and have all ranks compile "
             "the model in the same step; or leave memory_budget out."
         )
-        ledger.meet(what, ranks, lambda: world.get(key) is not None, self.timeout_s, advice)
+        ledger.meet(Meeting(what, tuple(ranks)), lambda: world.get(key) is not None, self.timeout_s, advice)
         return (world.get(key) or b"").decode()

@@ -54,11 +54,6 @@ class World:
         return self._store.add(self._prefix + key, more)
 
     @property
-    def timeout_s(self) -> float:
-        """How long the process group lets a rank wait for another one."""
-        return compat.store_timeout_s(self._store)
-
-    @property
     def _store(self) -> torch.distributed.Store:
         store = self._find_store()
         if store is None:

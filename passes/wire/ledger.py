@@ -5,7 +5,7 @@
                                                   graph, and is part of its code, so graphs from a cache have it too;
                                                   the shards tell whose they are: equal graphs share code and names
 
-    between steps   meet(what, ranks, ...)        while this rank waits for these ranks to come to the same place
+    between steps   meet(meeting, ...)            while this rank waits for others to come to the same place
 
 Nothing is computed, looked up or sent here: the lookout drains the entries on a thread of its own. ``alarm`` is called
 before anything is issued: once to start the comparison, and every time, to raise, once ranks were found to have parted.
@@ -59,10 +59,15 @@ class Called(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """What this rank waits for, and for which ranks; it may be one of them."""
+    """What a rank waits for between steps, until all of ``ranks``, of which it is one, have come to it."""
 
     what: str
     ranks: tuple[int, ...]
+    number: tuple[int, ...] = (0,)  # larger than that of the meeting of these ranks before
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        return self.what, self.ranks
 
 
 class Member(NamedTuple):
@@ -167,6 +172,7 @@ class Ledger:
         # Called with each entry as it is issued, while a step is profiled.
         self.hear: Callable[[Issued | Called], None] | None = None
         self.meeting: Meeting | None = None  # in which this rank waits
+        self.met: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}  # numbers of the last meetings, by their keys
         self.num_begun = 0  # calls of graphs
         self._texts: dict[str, _Text] = {}  # by their digests
         # Graphs that ran, the last one last, with the addresses of the shards that they were given; num_begun then.
@@ -181,20 +187,19 @@ class Ledger:
                 self.explain(error)
             raise
 
-    def meet(
-        self, what: str, ranks: Sequence[int], are_there: Callable[[], bool], limit_s: float, advice: str = ""
-    ) -> None:
-        """Wait for ``what`` until ``are_there`` says that these ranks are; raise if ranks were found to have parted."""
+    def meet(self, meeting: Meeting, are_there: Callable[[], bool], limit_s: float, advice: str) -> None:
+        """Wait until ``are_there`` says that all ranks have come; raise if ranks were found to have parted."""
         deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_PAUSE_S
-        self.meeting = Meeting(what, tuple(ranks))
+        self.meeting = meeting
         try:
-            while not are_there():
+            while not self.wait(are_there):
                 if self.alarm is not None:
                     self.alarm()
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"waited {limit_s:.0f} s for {what}. {advice}")
+                    raise RuntimeError(f"waited {limit_s:.0f} s for {meeting.what}. {advice}")
                 time.sleep(pause_s)  # in Python, so that an interruption gets through
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self.met[meeting.key] = meeting.number
         finally:
             self.meeting = None
 
@@ -202,6 +207,7 @@ class Ledger:
         """Drop what was issued in a world that is gone."""
         self.is_kept = False
         self.entries.clear()
+        self.met.clear()
         self._texts.clear()
         self._ran.clear()
 
