@@ -143,7 +143,9 @@ class Ranks:
     def leave(self) -> None:
         """Have the others raise when they ask. It is over on this rank, which does not wait until they do."""
         if self.group is not None and not self._is_over and self._world is current_world():
-            with contextlib.suppress(RuntimeError):  # a group that was aborted, as ranks have parted
+            with contextlib.suppress(RuntimeError):  # where ranks have parted, all know, and groups may be aborted
+                if ledger.alarm is not None:
+                    ledger.alarm()
                 self._say(this_rank() + 1)
         self._is_over = True
 

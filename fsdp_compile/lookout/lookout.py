@@ -146,7 +146,7 @@ class LookoutThread(threading.Thread):
     def explain(self, error: RuntimeError) -> None:
         """Raise RanksParted, on the thread whose wait failed, if the ranks find out that they have parted."""
         self._failed = True
-        _poll(lambda: self._parted or not self._failed or not self.is_alive(), 2 * _ANSWERS_S)
+        _poll(lambda: self._parted or not self._failed or not self.is_alive(), 3 * _ANSWERS_S)
         if not self._parted and isinstance(self._lookout.failure, dist.DistError):  # with the rank that kept the store
             self._parted = self._judge(Doubt(_PAUSE_S, IS_LOST)).text
         if self._parted:
@@ -261,7 +261,9 @@ class LookoutThread(threading.Thread):
         self._nameless.update(verdict.nameless)
         if verdict.text:
             self._part(verdict.text)
-        self._number, self._failed = self._number + 1, False
+        self._number += 1
+        if doubt is not None and doubt.silent == HAS_DIED:  # else a wait that failed meanwhile is not explained yet
+            self._failed = False
 
     def _judge(self, doubt: Doubt) -> Judgement:
         said = {self._rank: self._said(KEPT, "", self._number)}
