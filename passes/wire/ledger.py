@@ -189,16 +189,17 @@ class Ledger:
 
     def meet(self, meeting: Meeting, are_there: Callable[[], bool], limit_s: float, advice: str) -> None:
         """Wait until ``are_there`` says that all ranks have come; raise if ranks were found to have parted."""
-        deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_PAUSE_S
+        began = time.monotonic()
         self.meeting = meeting
         try:
             while not self.wait(are_there):
                 if self.alarm is not None:
                     self.alarm()
-                if time.monotonic() > deadline:
+                waited_s = time.monotonic() - began
+                if waited_s > limit_s:
                     raise RuntimeError(f"waited {limit_s:.0f} s for {meeting.what}. {advice}")
-                time.sleep(pause_s)  # in Python, so that an interruption gets through
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                # In Python, so that an interruption gets through; and so that the last pause adds little to the wait.
+                time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 8), _LONGEST_PAUSE_S))
             self.met[meeting.key] = meeting.number
         finally:
             self.meeting = None
