@@ -24,7 +24,7 @@ from tests.building import build_graphs_at_once
 
 
 class Branching(nn.Module):
-    """Blocks ``a`` and ``b`` stand side by side, and an argument says which of them run."""
+    """A model with two blocks, ``a`` and ``b``, of which those run that the argument ``branch`` names."""
 
     def __init__(self, width_of_b: int) -> None:
         super().__init__()

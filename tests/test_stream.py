@@ -258,8 +258,8 @@ def test_streams_of_two_models_are_read_side_by_side_and_of_two_steps_not_at_all
 def test_full_weights_stay_within_the_bytes_that_are_allowed(allowed: float, rows: int, least: int, most: int) -> None:
     """What is alive of full tensors, in multiples of one, is counted by their storages whenever a tensor comes.
 
-    The storages of at most 128 bytes, by which ranks talk about the stream, are no full tensors. A tensor that is larger
-    than what is allowed comes alone. A tensor of a single row is on one rank, and not padded.
+    Ranks talk about the stream in storages of at most 128 bytes, which are not counted. A tensor that is larger than
+    what is allowed comes alone. A tensor of a single row is on one rank, and not padded.
     """
     theirs, ours = twins(lambda: nn.Sequential(*(nn.Linear(64 * 64 // rows, rows, bias=False) for _ in range(12))))
     for layer in ours:

@@ -93,7 +93,7 @@ def abort_all() -> None:
 
 
 def how_waits_end() -> str:
-    """Say when a rank that ``abort_all`` is called on raises."""
+    """Return a sentence for the log: when a rank raises after ``abort_all``."""
     said = "This rank raises this at its next collective, or when its wait ends."
     group = torch.distributed.group.WORLD
     if group is None or backend_of(group, "cpu") != "gloo":

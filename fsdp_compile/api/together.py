@@ -36,7 +36,7 @@ from .fitting import from_all_ranks, raised_on_all
 
 @dataclass
 class _Meetings:
-    """How often the same ranks have met in one world, and which of these meetings are not over on this rank."""
+    """The meetings of the same ranks in one world: how many there were, and those that are not over on this rank."""
 
     count: int = 0
     going: list[Ranks] = field(default_factory=list)
@@ -47,7 +47,7 @@ _MEETINGS: weakref.WeakKeyDictionary[World, dict[tuple[int, ...], _Meetings]] = 
 
 @dataclass(eq=False)
 class Ranks:
-    """All ranks that have parts of one model, and what they do together; this one alone if nothing is sharded."""
+    """The ranks that have parts of one model, while they do one thing together; one rank if nothing is sharded."""
 
     function: str
     members: list[int]
@@ -61,7 +61,7 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module, function: str) -> Ranks:
-        """Return the ranks of a model once all of them have called this."""
+        """Wait until all ranks of a model have called this, and return them."""
         meshes = {one.device_mesh for one in saved_tensors(model).values() if isinstance(one, DTensor)}
         meshes |= {param.shard.device_mesh for unit in units_in(model) for param in unit.params}  # type: ignore[attr-defined]
         members = _ranks_in(meshes)
@@ -128,7 +128,7 @@ class Ranks:
         ledger.wait(work.wait)
         left = int(said.item())
         if left:
-            self._is_over = True
+            self.part()
             raise RuntimeError(
                 f"{self.function}: rank {left - 1} left its loop, by a break or an exception, before the stream was at "
                 "its end; so it ends here. Read all of it on every rank."
@@ -147,7 +147,7 @@ class Ranks:
                 if ledger.alarm is not None:
                     ledger.alarm()
                 self._say(this_rank() + 1)
-        self._is_over = True
+        self.part()
 
     def end_others(self) -> None:
         """Leave all else that this rank has begun with others, as what raised here may have been reading it."""

@@ -245,7 +245,7 @@ def _module_at(top: nn.Module, path: str | None) -> nn.Module | None:
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters, and the buffers that are saved, by all their names, which leave out wrappers.
 
-    They are the registered tensors; a state dict of FSDP1's class has only copies.
+    The tensors are the registered ones. A state dict of FSDP1's class would have copies of them.
     """
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -41,7 +41,7 @@ class Said:
     met: Mapping[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)  # its last ones, by key
 
     def lacks_in(self, meeting: Meeting) -> bool:
-        """Whether this rank has not come to the meeting."""
+        """Return whether the other ranks of a meeting still wait for this one."""
         return self.meeting != meeting and self.met.get(meeting.key, (-1,)) < meeting.number
 
 
@@ -57,10 +57,11 @@ class Judgement:
 def judge(said: Mapping[int, Said], waiting: int | None = None, idle_s: float = 0.0) -> Judgement:
     """Judge what all ranks say; if a rank asked since it waits, that one is ``waiting``, and others if idle so long."""
     nameless = []
-    for group in sorted({group for one in said.values() for group in one.groups}):
+    ranks_of = {group: progress.ranks for one in said.values() for group, progress in one.groups.items()}
+    for group in sorted(ranks_of):
         place, differ_in_form = _first_difference(_members(said, group))
         if place is not None:
-            return Judgement(_text(said, _ranks_of(said, group), "issue different collectives", group, place))
+            return Judgement(_text(said, ranks_of[group], "issue different collectives", group, place))
         if differ_in_form:
             nameless.append(group)
     if waiting is None:
@@ -71,7 +72,6 @@ def judge(said: Mapping[int, Said], waiting: int | None = None, idle_s: float = 
     ended = {rank for rank in involved if said[rank].state not in ("", SAYS_NOTHING)}
     stuck = ended | {rank for rank in involved if rank in _awaited_by(rank, behind)}
     how = "do not go on together" if ended else "wait for one another"
-    ranks_of = {group: one.ranks for rank in involved for group, one in said[rank].groups.items()}
     for group, ranks in sorted(ranks_of.items(), key=lambda one: (waiting not in one[1], one)):
         # Only of the ranks that are waited for: another rank may have gone on since ``waiting`` said that it is idle.
         issued = {_issued(said[rank], group) for rank in involved.intersection(ranks)}
@@ -129,10 +129,6 @@ def _awaited_by(rank: int, behind: Mapping[int, set[int]]) -> set[int]:
         work += awaited - found
         found |= awaited
     return found
-
-
-def _ranks_of(said: Mapping[int, Said], group: str) -> tuple[int, ...]:
-    return next(iter(_members(said, group).values())).ranks
 
 
 def _text(said: Mapping[int, Said], ranks: Sequence[int], how: str, group: str = "", place: int = 0) -> str:

@@ -10,7 +10,8 @@ A wait ends early where the process group can end it: NCCL's ``abort`` does, glo
 thread starts with the first collective, in worlds of more than one rank, and ends with the process group. In the store
 of the world (passes/ranks/worlds.py) ranks have these keys:
 
-    said/RANK     where it is in each group; if somebody asked, or it leaves, with the last collectives of each
+    said/RANK     where it is in each group, and in which meeting; if somebody asked, or it leaves, with the last
+                  collectives of each group
     asks/K        counts those who ask as number K: the first one judges
     verdict/K     what it makes of what all say: everybody believes it, so all raise or none
     heard/K       counts those who have read it

@@ -87,4 +87,6 @@ class Settled:
             "the model in the same step; or leave memory_budget out."
         )
         ledger.meet(Meeting(what, tuple(ranks)), lambda: world.get(key) is not None, self.timeout_s, advice)
-        return (world.get(key) or b"").decode()
+        said = world.get(key)
+        assert said is not None
+        return said.decode()
