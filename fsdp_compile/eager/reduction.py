@@ -135,11 +135,8 @@ class Reduction:
         twin = self.gathered.unit.settings.reduce_groups.get(spec.group)
         if twin is not None:
             spec = dataclasses.replace(spec, group=twin)
-        if not self._replicated_later or spec.num_replicas == 1:
-            return spec
-        # Reduce only over the shards, in the dtype on the wire: the rest is done once partial sums are complete.
-        spec = spec.on_device()
-        return dataclasses.replace(spec, num_replicas=1, postdivide=1.0, grad_dtype=spec.reduce_dtype)
+        # The rest is done once partial sums are complete.
+        return spec.over_shards() if self._replicated_later and spec.num_replicas > 1 else spec
 
     def _over_replicas(self, reduced: dict[int, Tensor]) -> dict[int, Tensor]:
         accumulation = self.gathered.unit.accumulation

@@ -126,8 +126,7 @@ def gradients(
     if then == "hold":
         return None, grad.to(spec["reduce_dtype"])
     if then == "over_shards":
-        over_shards = {"num_replicas": 1, "replicate_group": "", "postdivide": 1.0, "grad_dtype": spec["reduce_dtype"]}
-        spec = spec | over_shards | {"device": "", "pinned": False}  # what follows is summed on the device
+        spec = ParamSpec.of(spec).over_shards().kwargs()
     reduced = torch.ops.fsdpc.reduce_grad(grad, **spec)
     return (None, reduced) if has_leaf else (reduced, None)
 

@@ -127,6 +127,11 @@ class ParamSpec:
         """Return the same spec for a tensor that is on the device already, and stays there."""
         return dataclasses.replace(self, device="", pinned=False)
 
+    def over_shards(self) -> ParamSpec:
+        """Return the spec of a sum over the ranks that shard the parameter, before that over its replicas."""
+        spec, dtype = self.on_device(), self.reduce_dtype
+        return dataclasses.replace(spec, num_replicas=1, replicate_group="", postdivide=1.0, grad_dtype=dtype)
+
     def kwargs(self) -> dict[str, Any]:
         """Return a marker's keyword arguments, without what a subclass adds."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(ParamSpec)}
