@@ -177,14 +177,15 @@ def _tracers_apart() -> list[Any]:
     return []
 
 
-def begin_in_front() -> bool:
-    """Have Dynamo write what it traces next in front of the op whose body it is in; return whether there is one."""
-    tracers = _tracers_apart()
-    if not tracers:
-        return False
+def is_in_body_apart() -> bool:
+    """Whether Dynamo is in the body of such an op."""
+    return bool(_tracers_apart())
+
+
+def begin_in_front() -> None:
+    """Have Dynamo write what it traces next in front of the op whose body it is in."""
     trace_region_anew()
-    output_being_traced().tracers.append(tracers[0])
-    return True
+    output_being_traced().tracers.append(_tracers_apart()[0])
 
 
 def trace_region_anew() -> None:

@@ -1,8 +1,8 @@
 """One guard for all parameters of a unit: whether what a graph assumed about them still holds.
 
-    traced read      a unit's UnitWatch --takes(fqn)--> what the graph takes of a parameter
+    traced read      a unit's UnitWatch --reads(fqn)--> the code of the read (reading.py), by what the graph takes of the
+                                                        parameter, and what becomes of its gradient
                                         --spec(fqn)---> what its marker says: a constant, which needs no guard
-                                        --mode(fqn)---> what becomes of its gradient
     each call        UnitWatch.seen() == what it was when the graph was traced, else Dynamo looks for another graph
 
 A DTensor that Dynamo sees costs 5 microseconds a call in guards, most of it for comparing its spec in Python. With a
@@ -28,6 +28,7 @@ from ..core.shared import shared
 from ..core.stored import wrapper
 from ..core.unit import Unit
 from .extension import extended_gather
+from .reading import Given, Reading, code_of, given_to_graphs
 
 # What a graph takes of a parameter: the full one, if the eager path runs around the graph and gives it; the local
 # tensor of a frozen one; its edge, which is the local tensor; both of these; or the shard, a DTensor, if the graph has
@@ -79,7 +80,50 @@ class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
         replicated = {param.mesh.num_replicas > 1 for param in unit.params}
         return [*seen, *(unit.accumulation.mode_of(one) for one in sorted(replicated))]
 
-    def takes(self, fqn: str) -> Taken:
+    def reads(self, fqn: str, name: str) -> Callable[..., Any] | None:
+        """Return the function that reads a module's parameter ``name``; None if the user put something else there."""
+        taken = self._takes(fqn)
+        if taken is None:
+            return None
+        return given_to_graphs(name) if taken == "full" else code_of(name, self._reading(fqn, self._given(fqn, taken)))
+
+    def reads_registered(self, fqn: str, name: str, is_traced: bool) -> Callable[..., Any]:
+        """Return the function that reads it from a shard that is registered, also where no graph is traced."""
+        reading = self._reading(fqn, "*given_of(param, {sink}, watch.mode(fqn))")
+        return code_of(name, reading if is_traced else reading._replace(is_traced=False, is_in_front=False))
+
+    def _reading(self, fqn: str, given: Given | str) -> Reading:
+        param = self._param(fqn)
+        takes_mesh = "{mesh}" if dtensors.MESH_IS_GRAPH_INPUT else "None"
+        return Reading(
+            given,
+            is_extended=param.sink.spec.extension is not None,
+            wraps_on="" if param.dtensor is None else takes_mesh,
+            is_in_front=dynamo.is_in_body_apart(),
+            enables_grad=not torch.is_grad_enabled() and self.records(),
+            carried=tuple(param.carried),
+        )
+
+    def _given(self, fqn: str, taken: Taken) -> Given:
+        """Return a marker's first arguments, as code."""
+        param, mode = self._param(fqn), self.mode(fqn)
+        local, edge, ticket = "{local}", "{edge}", "{sink}.ticket" if mode.startswith("resume") else "None"
+        if param.apart is not None:
+            names = param.apart.names
+            local = f"({names!r}, {', '.join(f'{{local}}[{name!r}]' for name in names)})"
+        if taken == "local":
+            return local, "None", "None", "'reduce'"
+        if mode == "hold" and taken != "registered":
+            return local, "{sink}.full", "None", "'hold'"
+        if mode == "resume_over_shards" and taken != "registered":
+            return local, "{sink}.partial", ticket, "'over_shards'"
+        if autograd.uses_compiled_autograd() and taken != "registered":
+            return local, "{sink}.leaf", ticket, "'reduce'"
+        if taken == "registered" or param.sink.edge is None:
+            return "{sink}.param.shard.to_local()", "None", "None" if taken == "registered" else ticket, "'reduce'"
+        return (edge, "None", ticket, "'reduce'") if taken == "edge" else (local, edge, ticket, "'reduce'")
+
+    def _takes(self, fqn: str) -> Taken:
         """Return what graphs take of a parameter; None if the user put something else in its place, or into it."""
         dynamo.hide_looks_at_grad()
         unit, param = self.unit, self._param(fqn)
@@ -118,11 +162,6 @@ class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
         """Return what backward does with a parameter's gradient."""
         return self.unit.mode_of(self._param(fqn))
 
-    def names(self, fqn: str) -> tuple[str, ...] | None:
-        """Return the names of the tensors inside a shard that graphs take apart; None for one that they take whole."""
-        apart = self._param(fqn).apart
-        return None if apart is None else apart.names
-
     def spec(self, fqn: str) -> dict[str, Any]:
         """Return the marker's arguments. They are constants of the graph: a guard on each of them would take long."""
         return self._param(fqn).sink.spec.kwargs()  # type: ignore[no-any-return]
@@ -136,14 +175,6 @@ class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
         """Return the function that makes a DTensor of what is gathered, if the parameter was one before fully_shard."""
         dtensor = self._param(fqn).dtensor
         return None if dtensor is None else wrapper(dtensor)
-
-    def takes_mesh(self, fqn: str) -> bool:
-        """Whether a graph takes that DTensor's mesh as an input."""
-        return dtensors.MESH_IS_GRAPH_INPUT and self._param(fqn).dtensor is not None
-
-    def carries(self, fqn: str) -> tuple[str, ...]:
-        """Return the names of the attributes that a read copies from the parameter."""
-        return tuple(self._param(fqn).carried)
 
     def records(self) -> bool:
         """Whether a read under ``no_grad`` is recorded: a training forward may use the tensor outside of it as well."""
@@ -215,12 +246,12 @@ class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
     def _param(self, fqn: str) -> ShardedParam:
         return self.unit.by_fqn[fqn]
 
-    def begin_in_front(self) -> bool:
-        """Gather in front of a branch or a loop, as the eager path does; return whether the read is inside one.
+    def begin_in_front(self) -> None:
+        """Gather in front of a branch or a loop that the read is in, as the eager path does.
 
         Otherwise a rank that does not take the branch would not gather, and the ranks that do would wait for it.
         """
-        return dynamo.begin_in_front()
+        dynamo.begin_in_front()
 
     def end_in_front(self) -> None:
         dynamo.end_in_front()
@@ -243,8 +274,8 @@ def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
     return param.sink.takes if registered.requires_grad else "local"
 
 
-_ASKED = ("takes", "replaced", "mode", "names", "spec", "gather", "wrap", "takes_mesh", "carries")
+_ASKED = ("reads", "reads_registered", "replaced", "mode", "spec", "gather", "wrap")
 # A frame of the user's that Dynamo gave up on may call these in Python.
 dynamo.leave_all_to_python(UnitWatch.keep, UnitWatch.gives_again, UnitWatch.gave)
-_WHERE = ("records", "keep", "gives_again", "begin_in_front", "end_in_front")  # these depend on where the read is
+_WHERE = ("keep", "gives_again", "begin_in_front", "end_in_front")  # these depend on where the read is
 dynamo.register_opaque(UnitWatch, guard=UnitWatch.seen, constant_methods=_ASKED + _WHERE)
