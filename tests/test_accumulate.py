@@ -301,16 +301,6 @@ def test_what_the_last_backward_did_not_reach_is_reduced(path: str) -> None:
 # --- with compiled autograd
 
 
-class Single(Stack):
-    """One block, without a loop."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.layers[0](self.embed(tokens))))
-
-
 @contextmanager
 def compiled_autograd() -> Iterator[list[GraphRecord]]:
     """Backward is compiled too; the graphs that the passes see."""
@@ -332,7 +322,7 @@ def _step(model: Stack, backend: str) -> Callable[[Tensor], Tensor]:
 def test_what_is_held_survives_an_eager_evaluation() -> None:
     """Of gradients of three micro-batches, the last of which synchronizes."""
     with compiled_autograd():
-        unsharded, model = pair(make=Single)
+        unsharded, model = pair(make=small)
         run = _step(model, "aot_eager")
         for step in range(2):
             for micro in range(3):

@@ -359,7 +359,7 @@ def test_replaced_shards_are_followed() -> None:
 
 
 def _a_hook_on_one_rank(path: str) -> list[Any]:
-    unsharded, model = pair()
+    unsharded, model = pair(make=lambda: Stack(1))
     run = compiled(model, path, fullgraph=False)
     seen: dict[str, Tensor] = {}
     train_and_compare(run, model, unsharded, steps=1)  # the hooks come in the middle of training
@@ -392,18 +392,25 @@ def test_every_rank_sends_the_same_with_hooks_on_one(two_ranks: Ranks, path: str
 
 
 @on_two_ranks
-def test_a_hook_that_comes_after_the_forward() -> None:
+def test_hooks_that_come_after_the_forward_and_hooks_on_several_gradients() -> None:
     unsharded, model = pair()
     seen: list[Any] = []
+    every: list[Any] = []
+    first: list[Any] = []
     loss = local_loss(model, 0)
     if dist.get_rank() == 1:
         model.head.weight.register_hook(seen.append)
         model.layers[0].norm.bias.register_hook(seen.append)
+        both = [model.layers[0].up.weight, model.head.weight]
+        torch.autograd.graph.register_multi_grad_hook(both, every.append)
+        torch.autograd.graph.register_multi_grad_hook(both, first.append, mode="any")
     loss.backward()
     reference_backward(unsharded, batches(0))
+    backward_on_both(model, unsharded, 0)
     assert_same_grads(model, unsharded)
-    assert len(seen) == (2 if dist.get_rank() == 1 else 0)
-    assert all(isinstance(grad, DTensor) for grad in seen)
+    if dist.get_rank() == 1:
+        assert (len(seen), len(every), len(first)) == (4, 2, 2)
+        assert all(isinstance(grad, DTensor) for grad in [*seen, *every[0], *every[1]])
 
 
 def _micro_batches(replicas: bool) -> None:
@@ -431,22 +438,6 @@ def test_a_hook_sees_what_micro_batches_held_back(two_ranks: Ranks) -> None:
 
 def test_a_hook_sees_sums_over_replicas(four_ranks: Ranks) -> None:
     four_ranks.run(_micro_batches, True)
-
-
-@on_two_ranks
-def test_hooks_on_several_gradients() -> None:
-    unsharded, model = pair()
-    both = [model.layers[0].up.weight, model.head.weight]
-    every: list[Any] = []
-    first: list[Any] = []
-    if dist.get_rank() == 0:
-        torch.autograd.graph.register_multi_grad_hook(both, every.append)
-        torch.autograd.graph.register_multi_grad_hook(both, first.append, mode="any")
-    backward_on_both(model, unsharded, 0, 0)
-    assert_same_grads(model, unsharded)
-    if dist.get_rank() == 0:
-        assert len(every) == 2 and all(isinstance(grad, DTensor) for grads in every for grad in grads)
-        assert len(first) == 2
 
 
 @on_two_ranks

@@ -139,7 +139,7 @@ def test_a_subclass_decides_what_travels(two_ranks: Ranks, subclass: type[Halved
 
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.more)])
 def test_what_a_subclass_sends_is_padded_for_it(three_ranks: Ranks, backend: str | None) -> None:
-    for dim in (16, 4):  # the last shard is short, or empty
+    for dim in (16, 4) if backend is None else (4,):  # the last shard is short, or empty
         three_ranks.run(_extension, Halved, dim, backend)
 
 
