@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 
 import fsdp_compile
-from fsdp_compile import MixedPrecisionPolicy, configure, fully_shard, no_sync
+from fsdp_compile import MixedPrecisionPolicy, fully_shard, no_sync
 from fsdp_compile._torch_compat import autograd
 from tests.comparing import assert_same_grads, batches, full, loss_of, reference_backward
 from tests.compiling import PATHS, compiled
@@ -231,11 +231,10 @@ class Wave(nn.Module):
         return self.out((y * self.phase).abs())
 
 
-def _train(backend: str | None, compiled_autograd: bool = False, replicas: bool = False, **options: str) -> None:
+def _train(backend: str | None, compiled_autograd: bool = False, replicas: bool = False) -> None:
     unsharded, sharded = twins(Wave)
     size = dist.get_world_size()
     fully_shard(sharded, mesh=mesh_of("replicate", "shard") if replicas else None)
-    configure(sharded, **options)
     inputs = torch.randn(size, 4, 5, generator=torch.Generator().manual_seed(1))
 
     def step(x: Tensor) -> None:
