@@ -359,7 +359,7 @@ def test_replaced_shards_are_followed() -> None:
 
 
 def _a_hook_on_one_rank(path: str) -> list[Any]:
-    unsharded, model = pair(make=lambda: Stack(1))
+    unsharded, model = pair()
     run = compiled(model, path, fullgraph=False)
     seen: dict[str, Tensor] = {}
     train_and_compare(run, model, unsharded, steps=1)  # the hooks come in the middle of training
