@@ -28,7 +28,7 @@ from tests.comparing import (
 )
 from tests.compiling import compiled, num_graphs
 from tests.models import Again, Stack, mesh_of, pair
-from tests.on_ranks import on_two_ranks
+from tests.on_ranks import on_four_ranks, on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import Wire
 
@@ -392,61 +392,42 @@ def test_every_rank_sends_the_same_with_hooks_on_one(two_ranks: Ranks, path: str
 
 
 @on_two_ranks
-def test_a_hook_that_comes_after_the_forward() -> None:
+def test_hooks_that_come_after_the_forward_and_hooks_on_several_gradients() -> None:
     unsharded, model = pair()
     seen: list[Any] = []
+    every: list[Any] = []
+    first: list[Any] = []
     loss = local_loss(model, 0)
     if dist.get_rank() == 1:
         model.head.weight.register_hook(seen.append)
         model.layers[0].norm.bias.register_hook(seen.append)
+        both = [model.layers[0].up.weight, model.head.weight]
+        torch.autograd.graph.register_multi_grad_hook(both, every.append)
+        torch.autograd.graph.register_multi_grad_hook(both, first.append, mode="any")
     loss.backward()
     reference_backward(unsharded, batches(0))
+    backward_on_both(model, unsharded, 0)
     assert_same_grads(model, unsharded)
-    assert len(seen) == (2 if dist.get_rank() == 1 else 0)
-    assert all(isinstance(grad, DTensor) for grad in seen)
+    if dist.get_rank() == 1:
+        assert (len(seen), len(every), len(first)) == (4, 2, 2)
+        assert all(isinstance(grad, DTensor) for grad in [*seen, *every[0], *every[1]])
 
 
-def _micro_batches(replicas: bool) -> None:
-    unsharded, model = pair(mesh=mesh_of("replicate", "shard") if replicas else None)
+@on_four_ranks
+def test_a_hook_sees_sums_over_replicas_and_what_micro_batches_held_back() -> None:
+    unsharded, model = pair(mesh=mesh_of("replicate", "shard"))
     seen: list[Tensor] = []
     if dist.get_rank() == 0:
         model.layers[1].down.weight.register_hook(seen.append)
     for step in range(3):
         model.set_requires_gradient_sync(step != 0)
-        if replicas:
-            model.set_requires_all_reduce(step == 2)
+        model.set_requires_all_reduce(step == 2)
         backward_on_both(model, unsharded, step)
-        if replicas and step == 1:
-            assert seen == []
+        assert seen == [] or step == 2
     assert_same_grads(model, unsharded)
     if dist.get_rank() == 0:
-        assert len(seen) == (1 if replicas else 2)
-        if replicas:  # the first one's waited for it
-            torch.testing.assert_close(seen[0].to_local(), model.layers[1].down.weight.grad.to_local())
-
-
-def test_a_hook_sees_what_micro_batches_held_back(two_ranks: Ranks) -> None:
-    two_ranks.run(_micro_batches, False)
-
-
-def test_a_hook_sees_sums_over_replicas(four_ranks: Ranks) -> None:
-    four_ranks.run(_micro_batches, True)
-
-
-@on_two_ranks
-def test_hooks_on_several_gradients() -> None:
-    unsharded, model = pair()
-    both = [model.layers[0].up.weight, model.head.weight]
-    every: list[Any] = []
-    first: list[Any] = []
-    if dist.get_rank() == 0:
-        torch.autograd.graph.register_multi_grad_hook(both, every.append)
-        torch.autograd.graph.register_multi_grad_hook(both, first.append, mode="any")
-    backward_on_both(model, unsharded, 0, 0)
-    assert_same_grads(model, unsharded)
-    if dist.get_rank() == 0:
-        assert len(every) == 2 and all(isinstance(grad, DTensor) for grads in every for grad in grads)
-        assert len(first) == 2
+        (grad,) = seen  # the first one's waited for it
+        torch.testing.assert_close(grad.to_local(), model.layers[1].down.weight.grad.to_local())
 
 
 @on_two_ranks

@@ -132,14 +132,14 @@ def _extension(subclass: type[Halved], dim: int, backend: str | None) -> None:
         torch.testing.assert_close(run(inputs[0]), reference(inputs[0]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("subclass", "backend"), [(Halved, None), (InEights, None), (InEights, "aot_eager")])
-def test_a_subclass_decides_what_travels(two_ranks: Ranks, subclass: type[Halved], backend: str | None) -> None:
-    two_ranks.run(_extension, subclass, 16, backend)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_subclass_decides_what_travels(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(_extension, InEights, 16, backend)
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.more)])
 def test_what_a_subclass_sends_is_padded_for_it(three_ranks: Ranks, backend: str | None) -> None:
-    for dim in (16, 4):  # the last shard is short, or empty
+    for dim in (16, 4) if backend is None else (4,):  # the last shard is short, or empty
         three_ranks.run(_extension, Halved, dim, backend)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import full_params, fully_shard
 from tests.comparing import assert_same_grads, train_and_compare
-from tests.compiling import compile_blocks, compiled
+from tests.compiling import PATHS, compile_blocks, compiled
 from tests.models import Block, BreakBlock, Checkpointed, Fault, Stack, pair, twins
 from tests.on_ranks import on_two_ranks
 from tests.recording import Collectives
@@ -59,14 +59,12 @@ def test_early_stop_in_a_compiled_block_with_a_break() -> None:
         torch.testing.assert_close(sharded(tokens), unsharded(tokens))
 
 
-@pytest.mark.parametrize("how", ["eager", "blocks", "whole"])
+@pytest.mark.parametrize("path", PATHS)
 @on_two_ranks
-def test_an_error_behind_a_break_that_the_user_catches(how: str) -> None:
+def test_an_error_behind_a_break_that_the_user_catches(path: str) -> None:
     """In the first forward, and once more when everything is compiled."""
     unsharded, sharded = pair(make=lambda: Stack(block=FailingBlock))
-    if how == "blocks":
-        compile_blocks(sharded, fullgraph=False)
-    run = compiled(sharded, "aot_eager" if how == "whole" else None, fullgraph=False)
+    run = compiled(sharded, path, fullgraph=False)
     for error in (KeyboardInterrupt, ValueError):
         sharded.layers[1].error = error
         with pytest.raises(error, match="behind the break"):
@@ -148,16 +146,14 @@ def test_gradients_that_no_sync_holds_outlive_a_backward_that_raises(
         assert_same_grads(model[0], unsharded[0])
 
 
-@pytest.mark.parametrize("how", ["eager", "blocks", "whole"])
+@pytest.mark.parametrize("path", PATHS)
 @on_two_ranks
-def test_held_gradients_that_a_hook_keeps_from_their_shards_are_named(how: str) -> None:
+def test_held_gradients_that_a_hook_keeps_from_their_shards_are_named(path: str) -> None:
     """A shard's hook raises: of what no_sync held, those that did not come to their shards are lost, others are kept."""
     _, model = twins(lambda: nn.Sequential(Block(16), Block(16)))
     for block in (*model, model):
         fully_shard(block)
-    for block in model if how == "blocks" else ():
-        block.compile(backend="aot_eager")
-    run = compiled(model, "aot_eager" if how == "whole" else None)
+    run = compiled(model, path)
     x = torch.randn(2, 16)
     model.set_requires_gradient_sync(False)
     run(x).pow(2).sum().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import pytest
@@ -10,26 +9,22 @@ import torch
 from torch import nn
 
 from fsdp_compile import fully_shard
-from tests.comparing import assert_same_params, batches, loss_of, mine, reference_backward
-from tests.models import Stack
+from tests.comparing import assert_same_params, backward_on_both
+from tests.compiling import PATHS, compiled
+from tests.models import Stack, shard, twins
 from tests.on_ranks import on_two_ranks
 
 
-@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("path", PATHS)
 @on_two_ranks
-def test_an_optimizer_that_was_built_before_sharding_trains_the_shards(backend: str | None) -> None:
-    torch.manual_seed(0)
-    model = Stack(1, tied=True)
-    unsharded = copy.deepcopy(model)
-    pairs = [(one, torch.optim.AdamW(one.parameters(), lr=1e-2)) for one in (model, unsharded)]
-    for block in model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+def test_an_optimizer_that_was_built_before_sharding_trains_the_shards(path: str) -> None:
+    unsharded, model = twins(lambda: Stack(1, tied=True))
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
+    shard(model)
+    run = compiled(model, path)
     for step in range(2):
-        loss_of(run(mine(step))).backward()
-        reference_backward(unsharded, batches(step))
-        for _, optimizer in pairs:
+        backward_on_both(run, unsharded, step)
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     assert_same_params(model, unsharded, atol=1e-4, rtol=1e-3)
@@ -48,14 +43,13 @@ class Untied(nn.Module):
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("is_tied_again", [False, True])
-def test_a_module_that_is_not_tied_any_more_is_named(backend: str | None, is_tied_again: bool) -> None:
+@pytest.mark.parametrize(("path", "is_tied_again"), [("eager", False), ("aot_eager", False), ("eager", True)])
+def test_a_module_that_is_not_tied_any_more_is_named(path: str, is_tied_again: bool) -> None:
     model = Untied()
     fully_shard(model.embed)
     if is_tied_again:
         model.head.weight = model.embed.weight
-    run = model.embed if backend is None else torch.compile(model.embed, backend=backend)
+    run = compiled(model.embed, path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 
 import fsdp_compile
-from fsdp_compile import MixedPrecisionPolicy, configure, fully_shard, no_sync
+from fsdp_compile import MixedPrecisionPolicy, fully_shard, no_sync
 from fsdp_compile._torch_compat import autograd
 from tests.comparing import assert_same_grads, batches, full, loss_of, reference_backward
 from tests.compiling import PATHS, compiled
@@ -39,10 +39,8 @@ def _reference(model: nn.Module, tokens: Tensor, compute: torch.dtype, reduce: t
     [
         ("eager", BF16, FP32, "all_to_all", 1e-5),
         ("eager", BF16, None, "reduce_scatter", 1e-5),
-        ("eager", BF16, BF16, "auto", 2e-2),
         ("eager", FP16, FP16, "auto", 4e-3),
         ("aot_eager", BF16, None, "reduce_scatter", 1e-5),
-        ("aot_eager", FP16, FP16, "all_to_all", 4e-3),
     ],
 )
 @on_two_ranks
@@ -81,15 +79,14 @@ class Recorder(nn.Module):
 @pytest.mark.parametrize("path", PATHS)
 @on_two_ranks
 def test_inputs_and_outputs_are_cast_and_buffers_are_not(path: str) -> None:
-    for cast_inputs, output, inside, outside in (
-        (True, None, BF16, BF16), (True, FP32, BF16, FP32), (False, FP16, FP32, FP16)
-    ):  # fmt: skip
+    """Without an output_dtype the output is in param_dtype: so it is in the test above."""
+    for cast_inputs, output, inside in ((True, FP32, BF16), (False, FP16, FP32)):
         torch._dynamo.reset()
         policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=output, cast_forward_inputs=cast_inputs)
         module = fully_shard(Recorder(), mp_policy=policy)
         extra = {"float": torch.ones(4), "int": torch.ones(4, dtype=torch.int64)}
         out = compiled(module, path)(torch.ones(4), extra=extra)
-        assert [*module.seen, out.dtype] == [inside, inside, torch.int64, FP32, outside]
+        assert [*module.seen, out.dtype] == [inside, inside, torch.int64, FP32, output]
 
 
 @pytest.mark.skipif(
@@ -234,11 +231,10 @@ class Wave(nn.Module):
         return self.out((y * self.phase).abs())
 
 
-def _train(backend: str | None, compiled_autograd: bool = False, replicas: bool = False, **options: str) -> None:
+def _train(backend: str | None, compiled_autograd: bool = False, replicas: bool = False) -> None:
     unsharded, sharded = twins(Wave)
     size = dist.get_world_size()
     fully_shard(sharded, mesh=mesh_of("replicate", "shard") if replicas else None)
-    configure(sharded, **options)
     inputs = torch.randn(size, 4, 5, generator=torch.Generator().manual_seed(1))
 
     def step(x: Tensor) -> None:
@@ -272,4 +268,5 @@ def test_complex_parameters_train_as_unsharded(two_ranks: Any, backend: str | No
 
 @on_four_ranks
 def test_replicas() -> None:
-    _train("aot_eager", replicas=True)
+    """Eagerly, which sends by the functions that a graph's passes call."""
+    _train(None, replicas=True)

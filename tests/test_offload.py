@@ -40,7 +40,7 @@ from tests.comparing import (
     train_and_compare,
 )
 from tests.compiling import compiled
-from tests.models import Checkpointed, Stack, mesh_of, pair, shard
+from tests.models import Stack, mesh_of, pair, shard
 from tests.on_ranks import on_four_ranks, on_two_ranks
 from tests.recording import recorded
 from tests.test_extension import InEights
@@ -113,7 +113,6 @@ def _tied_and_uneven() -> Stack:
         ("aot_eager", _small, {}),
         pytest.param("passes", _small, {"reshard_after_forward": True}, marks=pytest.mark.compat),
         ("passes", _tied_and_uneven, {"reshard_after_forward": False}),
-        ("passes", Checkpointed, {}),
     ],
 )
 @on_two_ranks

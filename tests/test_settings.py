@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import FSDPModule, fully_shard
 from fsdp_compile.core.unit import unit_of, units_in
 from fsdp_compile.eager.running import running
 from fsdp_compile.passes.wire.ledger import ledger
-from tests.comparing import assert_same_grads, full, loss_of, reference_backward
+from tests.comparing import assert_same_grads, loss_of, reference_backward
 from tests.compiling import compiled
 from tests.models import twins
 from tests.on_ranks import on_two_ranks
@@ -162,12 +161,11 @@ def _chunks() -> tuple[Any, Any]:
     return unsharded, fully_shard(model)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 3])
 @on_two_ranks
-def test_each_call_of_a_member_by_itself_has_a_reduction_of_its_own(num_chunks: int) -> None:
+def test_each_call_of_a_member_by_itself_has_a_reduction_of_its_own() -> None:
     """Backward from each chunk's loss, so that no more than one chunk's outputs are there at once."""
     unsharded, model = _chunks()
-    model.num_chunks = 0
+    model.num_chunks, num_chunks = 0, 3
     with Log() as log:
         hidden = model(inputs(0)[dist.get_rank()])
         ends = hidden.detach().requires_grad_()
@@ -180,11 +178,9 @@ def test_each_call_of_a_member_by_itself_has_a_reduction_of_its_own(num_chunks: 
     assert held_bytes(model) == 0
 
 
-@pytest.mark.parametrize("num_chunks", [1, 3])
 @on_two_ranks
-def test_calls_one_after_another_share_a_gather_and_a_reduction(num_chunks: int) -> None:
+def test_calls_one_after_another_share_a_gather_and_a_reduction() -> None:
     unsharded, model = _chunks()
-    unsharded.num_chunks = model.num_chunks = num_chunks
     with Log() as log:
         loss(model, 0).backward()
     assert (len(log.of("gather")), len(log.of("reduce"))) == (3, 2)  # the unit's are gathered again
@@ -386,18 +382,6 @@ def test_a_divide_factor_is_that_of_one_unit(path: str) -> None:
     for param in unsharded[1].parameters():
         param.grad.mul_(dist.get_world_size() / 5.0)
     assert_same_grads(model, unsharded)
-
-
-@on_two_ranks
-def test_the_old_name_of_the_divide_factor_warns_and_works() -> None:
-    unsharded, model = tower(1)
-    with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
-        model[0].set_reduce_scatter_divide_factor(1.0)
-    loss(model, 0).backward()
-    reference_backward(unsharded, inputs(0))
-    for param, summed in zip(model.parameters(), unsharded.parameters()):
-        assert isinstance(param.grad, DTensor)
-        torch.testing.assert_close(full(param.grad), dist.get_world_size() * summed.grad)
 
 
 # --- process groups for reductions: one for each set of ranks, however often they are switched on
