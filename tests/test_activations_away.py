@@ -236,7 +236,6 @@ def _compared(backend: str, dynamic: bool | None, lengths: Collection[int]) -> i
     ("backend", "dynamic", "lengths"),
     [
         ("passes", True, (128, 96, 160)),
-        pytest.param("inductor", None, (128, 128), marks=pytest.mark.slow),
         pytest.param("inductor", True, (128, 96), marks=pytest.mark.more),
     ],
 )
@@ -251,16 +250,6 @@ def test_one_process_alone_copies_as_well() -> None:
     with pretended_world(1, "gloo"):
         assert _compared("passes", None, (128, 128)) >= 3
     torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("fake_group_of_four")
-def test_a_name_that_is_no_matrix_is_refused() -> None:
-    model = _stack()
-    plan = planned(model)
-    configure(model, plan=dataclasses.replace(plan, offload=("layers.0.up.wait",)))
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"activations of layers.0.up.wait on the host.*Take it out of `offload`; here"):
-        planned(model)
 
 
 # --- within a budget -------------------------------------------------------------------------------------------------
@@ -288,6 +277,10 @@ def test_a_budget_below_what_computing_again_can_do_is_met_by_the_host() -> None
     assert all(one.figures.seconds >= found.seconds for one in lost if one.figures.peak_bytes < least.peak_bytes)
     trial = trial_of(joint, found.kept, TOY, None, False, found.recomputed, (), found.lookahead, found.offloaded)
     assert trial.halves().figures() == found
+    # Activations only: the units' own settings say which parameters are kept.
+    best, lost = choose(joint, lambda trial: 1, TOY, may=("offload",))
+    assert {one.figures.kept for one in (best, *lost)} == {told_to_keep(joint)}
+    assert best.figures.offloaded and not any(one.figures.recomputed for one in (best, *lost))
 
 
 class _WithLoss(Stack):
@@ -310,24 +303,11 @@ def test_backward_still_computes_what_it_does_without_copies() -> None:
     assert away.peak_bytes < kept.peak_bytes
 
 
-def test_without_the_word_nothing_changes_and_with_room_nothing_leaves() -> None:
-    for budget in (1, 1 << 20, 1 << 30):
-        (ours, lost), (same, others) = (
-            choose(two_blocks(), lambda trial, budget=budget: budget, TOY, GROUPS, *may) for may in ((), (MAY[:2],))
-        )
-        assert (ours, lost) == (same, others)
+def test_without_the_word_and_with_room_nothing_leaves() -> None:
+    best, lost = choose(two_blocks(), lambda trial: 1, TOY, GROUPS)
+    assert not any(one.figures.offloaded for one in (best, *lost))
     best, _ = choose(two_blocks(), lambda trial: 1 << 30, TOY, GROUPS, MAY)
     assert not best.figures.offloaded
-
-
-@pytest.mark.usefixtures("fake_group_of_four")
-def test_what_may_not_be_chosen_is_as_it_was_told() -> None:
-    """Activations only: the units' own settings say which parameters are kept."""
-    joint = _joint()
-    told = told_to_keep(joint)
-    best, lost = choose(joint, lambda trial: 1, TOY, may=("offload",))
-    assert {one.figures.kept for one in (best, *lost)} == {told}
-    assert best.figures.offloaded and not any(one.figures.recomputed for one in (best, *lost))
 
 
 @pytest.mark.usefixtures("fake_group_of_four")

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -372,7 +373,7 @@ def _between(model: nn.Module, tokens: Tensor, share: float) -> int:
 
 def _with_other_lengths(shapes: list[list[tuple[int, int]]]) -> list[Plan]:
     """Each rank's plans, as it made them; of each step, rows and lengths on each rank, which compiles for its own."""
-    unsharded, model = pair()
+    unsharded, model = pair(make=partial(Stack, 1))
     configure(model, memory_budget=_between(model, TOKENS, 0.5))
     run = torch.compile(model, backend=passes, fullgraph=True, dynamic=False)
     with plans_made() as plans:
@@ -397,7 +398,7 @@ def test_the_first_rank_chooses_and_a_rank_that_compiles_again_asks_nobody(two_r
 @on_two_ranks
 def test_a_budget_of_a_rank_that_adopts_is_said_to_have_no_effect() -> None:
     rank = dist.get_rank()
-    _, model = pair()
+    _, model = pair(make=partial(Stack, 1))
     configure(model, memory_budget=f"{rank + 1}GiB")
     message = r"memory_budget is 2\.0 GiB on this rank, and 1\.0 GiB on rank 0, which chooses for all"
     with pytest.warns(UserWarning, match=message) if rank else nullcontext():
@@ -446,8 +447,8 @@ def _in_a_corner(slow_s: float) -> tuple[int, float]:
 
 
 def test_ranks_that_follow_others_wait_for_the_one_that_chooses(four_ranks: Ranks) -> None:
-    found = four_ranks.run(_in_a_corner, 3.0)
-    assert [rank for rank, _ in found] == [0] * 4 and min(seconds for _, seconds in found) > 2.0
+    found = four_ranks.run(_in_a_corner, 1.5)
+    assert [rank for rank, _ in found] == [0] * 4 and min(seconds for _, seconds in found) > 1.0
 
 
 @pytest.mark.parametrize("outlives", [True, False])

@@ -222,17 +222,6 @@ def test_the_plan_names_its_slices_comes_back_and_may_have_one_taken_out(fake_gr
     assert (ranks["layers.0.up.weight"], ranks["layers.1.up.weight"]) == (4, 2)
 
 
-def test_a_slice_may_be_put_into_a_plan_where_a_budget_has_made_groups(fake_group_of_four: None) -> None:
-    model = shard(Stack(1), reshard_after_forward=True)
-    plan = planned_with(model)
-    assert plan.backward is not None
-    [fqns] = [bucket.fqns for bucket in plan.backward.gathers if "layers.0.up.weight" in bucket.fqns]
-    configure(model, memory_budget="1GiB", profile=NODES)  # as the error says where there are no groups
-    followed = planned_with(model, plan=dataclasses.replace(plan, slices=fqns))
-    assert followed.slices == tuple(sorted(fqns)) and followed.backward is not None
-    assert [bucket.num_ranks for bucket in followed.backward.gathers if {*bucket.fqns} & {*fqns}] == [2]
-
-
 def _trained() -> tuple[Plan, list[int]]:
     unsharded, model = pair(make=lambda: Stack(8), reshard_after_forward=True)
     # The budget is so small that slices do better than whole parameters.

@@ -52,9 +52,20 @@ def accumulated(model: Any, run: Callable[[Tensor], Tensor], unsharded: nn.Modul
     return gathers
 
 
+@contextmanager
+def announced() -> Iterator[list[Called]]:
+    """The calls of graphs inside the block, as they are compared with those of other ranks."""
+    calls: list[Called] = []
+    ledger.hear = lambda entry: calls.append(entry) if isinstance(entry, Called) else None
+    try:
+        yield calls
+    finally:
+        ledger.hear = None
+
+
 @on_two_ranks
 def test_a_step_gathers_each_parameter_once() -> None:
-    """With ``no_sync`` and with the flag, of a model that has a tied weight."""
+    """With ``no_sync`` and with the flag, of a model that has a tied weight. Graphs announce the launches that they make."""
     unsharded, model = pair(make=lambda: Stack(1, tied=True))
     fsdp_compile.configure(model, gather="once a step")
     run = torch.compile(model, backend="passes", dynamic=True, fullgraph=True)
@@ -67,7 +78,10 @@ def test_a_step_gathers_each_parameter_once() -> None:
             gathers.append(both(run, unsharded, numbers[3]))
             assert_same_grads(model, unsharded)
         else:
-            gathers = accumulated(model, run, unsharded, numbers)
+            with announced() as calls:
+                gathers = accumulated(model, run, unsharded, numbers)
+            kinds = [launch.kind for called in calls for launch in called.text.launches]
+            assert kinds.count("all_gather") == sum(gathers)
         assert gathers[0] > 0 and gathers[1:] == [0, 0, 0]
         assert not any(unit.keeper.buckets for unit in units_in(model))
         for optim in optims:
@@ -105,14 +119,8 @@ def test_nothing_is_computed_in_the_memory_of_what_stays() -> None:
         scaled(model, unsharded)
 
 
-def by_configure(model: Any, micro: int) -> None:
-    if micro < 0:
-        fsdp_compile.configure(model, gather="once a step")
-
-
 def after_backward(model: Any, micro: int) -> None:
-    if micro >= 0:
-        model.set_reshard_after_backward(micro == 2)
+    model.set_reshard_after_backward(micro == 2)
 
 
 def after_both(model: Any, micro: int) -> None:
@@ -127,14 +135,13 @@ def scaled(*models: nn.Module) -> None:
             param.mul_(1.01).grad = None
 
 
-@pytest.mark.parametrize("how", [by_configure, after_backward, after_both])
+@pytest.mark.parametrize("how", [after_backward, after_both])
 @on_two_ranks
 def test_graphs_gather_as_often_as_the_eager_path(how: Callable[[Any, int], None]) -> None:
     gathers: dict[str, list[list[int]]] = {}
     for path in ("eager", "passes"):
         unsharded, model = pair(make=partial(Stack, 1))
         run = compiled(model, path)
-        how(model, -1)
         gathers[path] = []
         for step in range(2):
             of_step = []
@@ -156,7 +163,7 @@ def test_what_stays_goes_when_it_is_stale_and_with_the_model(bucketing: str) -> 
     """A write between micro-batches, evaluation between them, ``reshard``, and the end of the model."""
     unsharded, model = pair(make=partial(Stack, 1))
     fsdp_compile.configure(model, gather="once a step", bucketing=bucketing)
-    run = compiled(model, "passes")
+    run = torch.compile(model, backend="passes", dynamic=True, fullgraph=True)
     model.set_requires_gradient_sync(False)
     all_of_them = both(run, unsharded, 0)
     assert both(run, unsharded, 1) == 0 < all_of_them
@@ -203,31 +210,6 @@ def test_a_step_of_any_optimizer_is_a_write(how: str, keeps: bool) -> None:
     assert_same_params(model, unsharded, atol=1e-4, rtol=1e-3)
 
 
-@contextmanager
-def announced() -> Iterator[list[Called]]:
-    """The calls of graphs inside the block, as they are compared with those of other ranks."""
-    calls: list[Called] = []
-    ledger.hear = lambda entry: calls.append(entry) if isinstance(entry, Called) else None
-    try:
-        yield calls
-    finally:
-        ledger.hear = None
-
-
-@on_two_ranks
-def test_graphs_announce_the_launches_that_they_make() -> None:
-    unsharded, model = pair(make=partial(Stack, 1))
-    fsdp_compile.configure(model, gather="once a step")
-    run = compiled(model, "passes")
-    model.set_requires_gradient_sync(False)
-    for number in range(2):
-        with announced() as calls:
-            num_gathers = both(run, unsharded, number)
-        kinds = [launch.kind for called in calls for launch in called.text.launches]
-        assert kinds == ["all_gather"] * num_gathers
-        assert (num_gathers == 0) == (number > 0)
-
-
 @on_two_ranks
 def test_a_rank_may_run_eagerly_beside_one_that_compiles() -> None:
     unsharded, model = pair(make=partial(Stack, 1))
@@ -254,7 +236,7 @@ class Returns(Stack):
 def test_what_the_caller_gets_does_not_stay() -> None:
     unsharded, model = pair(make=partial(Returns, 1))
     fsdp_compile.configure(model, gather="once a step")
-    whole = compiled(model, "passes")
+    whole = torch.compile(model, backend="passes", dynamic=True, fullgraph=True)
     model.set_requires_gradient_sync(False)
 
     def run(batch: Tensor) -> Tensor:
@@ -283,24 +265,18 @@ def plan_within(model: Any, budget: int | str) -> Plan:
 def test_within_a_budget_what_it_keeps_is_gathered_once() -> None:
     unsharded, model = pair(make=partial(Stack, 2))
     fsdp_compile.configure(model, gather="once a step")
-    sizes = {}
-    for gather in ("for each micro-batch", "once a step"):
-        fsdp_compile.configure(model, gather=gather)
-        choice = plan_within(model, "1TiB").choice
-        assert choice is not None
-        sizes[gather] = {one.name: one.peak_bytes for one in (choice.chosen, *choice.lost)}
-    smallest, largest = sizes["once a step"][AGAIN], sizes["once a step"][KEPT]
-    plan = plan_within(model, (smallest + largest) // 2)
+    choice = plan_within(model, "1TiB").choice
+    assert choice is not None
+    sizes = {one.name: one.peak_bytes for one in (choice.chosen, *choice.lost)}
+    plan = plan_within(model, (sizes[AGAIN] + sizes[KEPT]) // 2)
     assert plan.choice is not None and plan.choice.is_met
     assert plan.keep and {*plan.params} > {*plan.keep}
     run = torch.compile(model, backend="passes", dynamic=True, fullgraph=True)
-    for step in range(2):
-        first, *others = accumulated(model, run, unsharded, range(4 * step, 4 * step + 4))
-        assert 0 < others[0] == others[1] < first
-        # The graph of the last one may keep less: it takes what is there, and gathers again in backward.
-        assert 0 < others[2] <= first
-        assert not any(unit.keeper.buckets for unit in units_in(model))
-        scaled(model, unsharded)
+    first, *others = accumulated(model, run, unsharded, range(4))
+    assert 0 < others[0] == others[1] < first
+    # The graph of the last one may keep less: it takes what is there, and gathers again in backward.
+    assert 0 < others[2] <= first
+    assert not any(unit.keeper.buckets for unit in units_in(model))
 
 
 @pytest.mark.usefixtures("fake_group_of_four")

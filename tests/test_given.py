@@ -63,7 +63,8 @@ def test_an_edited_plan_is_followed_and_trains_the_same() -> None:
     assert followed.keep and set(followed.keep) == set(edited.keep) and followed.recompute == edited.recompute
     forward, backward = _half(followed.forward), _half(followed.backward)
     assert [bucket.fqns for bucket in forward.gathers] == [bucket.fqns for bucket in _half(edited.forward).gathers]
-    assert not {fqn for bucket in backward.gathers for fqn in bucket.fqns} & set(followed.keep)
+    # With what is computed again as well, which is gathered in any case.
+    assert {fqn for bucket in backward.gathers for fqn in bucket.fqns} == {*plan.again} - {*followed.keep}
     assert sorted(forward.order) == sorted(("gather", index) for index in range(len(forward.gathers)))
 
 
@@ -121,6 +122,10 @@ def graph() -> fx.Graph:
         (
             lambda plan: dataclasses.replace(plan, recompute=("7.weight",)),
             r"computed with 7\.weight, .*here that can have nothing",
+        ),
+        (
+            lambda plan: dataclasses.replace(plan, offload=("7.weight",)),
+            r"activations of 7\.weight on the host.*Take it out of `offload`; here",
         ),
         (
             lambda plan: dataclasses.replace(plan, slices=("0.weight",)),

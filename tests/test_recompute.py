@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +13,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile import configure, fully_shard, inspect
 from fsdp_compile.demo.training import DemoSettings, batch_of, build_model, shard_with_ours
-from fsdp_compile.passes import Plan
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, LEAN, choose
 from fsdp_compile.passes.budget.trial import Trial, trial_of
 from fsdp_compile.passes.cost.memory import results_of, saved_by
 from fsdp_compile.passes.ir.provenance import settle_names
 from fsdp_compile.passes.schedule.activations import activations_of, compute_again
 from fsdp_compile.passes.schedule.calls import name_markers
-from tests.comparing import assert_same_grads, train_and_compare
-from tests.models import Stack, pair, twins
+from tests.comparing import assert_same_grads
+from tests.models import twins
 from tests.ranks import Ranks
 from tests.recording import planned
 from tests.test_budget import GROUPS, _peak_above
@@ -147,26 +144,6 @@ def test_a_budget_below_what_parameters_alone_can_do_is_met_by_computing_again()
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
-
-def _by_hand(backend: Any) -> tuple[Plan, Plan]:
-    """A plan that a user wrote names into: as it was, and as it is followed."""
-    unsharded, model = pair(make=lambda: Stack(2), reshard_after_forward=True)
-    plan = planned(model)
-    configure(model, plan=dataclasses.replace(plan, recompute=("layers.0.up.weight", "layers.1.up.weight")))
-    torch._dynamo.reset()
-    with inspect(model) as report:
-        train_and_compare(torch.compile(model, backend=backend, fullgraph=True), model, unsharded)
-    return plan, report.joint.plan
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_user_writes_into_a_plan_what_is_computed_again(two_ranks: Ranks, backend: str) -> None:
-    (plan, followed), there = two_ranks.run(_by_hand, backend)
-    assert there == (plan, followed)
-    assert followed.recompute == ("layers.0.up.weight", "layers.1.up.weight")
-    assert plan.backward is not None and followed.backward is not None
-    assert followed.backward.gathers == plan.backward.gathers  # which have what is computed with them as well
 
 
 SIZES = DemoSettings(layers=3, dim=128, batch=8, seq=256, head_dim=32, vocab=256)

@@ -14,6 +14,7 @@ from tests.uses import heard, launched, scheduled
 
 # What these launch is not the same: see docs/ranks-that-differ.md.
 PARTS = ("unused", "tied_across_groups")
+ALIKE = ("sequential", "parameter_dict")  # use their parameters as "loop" and "parameter_list" do
 
 BY_DEFAULT, ALL_KEPT, NONE_KEPT = (
     {"blocks": blocks, "root": root} for blocks, root in ((True, None), (False, False), (True, True))
@@ -50,7 +51,7 @@ def _launches(entry: Entry, mode: str, step: int, **options: Any) -> list[tuple[
 @pytest.mark.parametrize(
     "name, options",
     [
-        *(pytest.param(name, BY_DEFAULT, id=name) for name in (*PLAIN, "llama") if name not in PARTS),
+        *(pytest.param(name, BY_DEFAULT, id=name) for name in (*PLAIN, "llama") if name not in (*PARTS, *ALIKE)),
         pytest.param("mixtral", BY_DEFAULT, id="mixtral", marks=pytest.mark.more),
         pytest.param("t5", BY_DEFAULT, id="t5", marks=pytest.mark.slow),
         *(pytest.param(name, ALL_KEPT, id=f"{name}-all kept", marks=pytest.mark.more) for name in OF_EACH_KIND),
