@@ -20,29 +20,16 @@ from tests.on_ranks import on_two_ranks
 from tests.test_passes import Builder, aten, spec
 
 
-def _llamas() -> tuple[Any, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    unsharded = LlamaForCausalLM(config).eval()
-    sharded = copy.deepcopy(unsharded)
-    for layer in sharded.model.layers:
-        fully_shard(layer)
-    fully_shard(sharded)
-    return unsharded, sharded
-
-
 @on_two_ranks
 def test_ranks_generate_texts_of_different_lengths() -> None:
     """One rank's text ends before the other's: transformers runs its forwards on where it knows that others wait."""
-    unsharded, sharded = _llamas()
+    from tests import test_hugging_face
+
+    unsharded = test_hugging_face.made("llama")
+    sharded = test_hugging_face.sharded(copy.deepcopy(unsharded), "llama")
     generator = torch.Generator().manual_seed(dist.get_rank())
-    tokens = torch.randint(3, 64, (1, 6), generator=generator)
-    settings: dict[str, Any] = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    tokens = torch.randint(3, 37, (1, 6), generator=generator)
+    settings: dict[str, Any] = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, use_cache=True)
     end = unsharded.generate(tokens, eos_token_id=None, **settings)[:, 7].clone()
     dist.broadcast(end, 0)
     expected = unsharded.generate(tokens, eos_token_id=end.item(), **settings)
