@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from fsdp_compile import CheckedReader, fully_shard
-from tests.on_ranks import on_two_ranks
+from fsdp_compile import CheckedReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -97,24 +93,3 @@ def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path, place: str) 
         CheckedReader(tmp_path / "saved")
     with pytest.raises(CheckpointException):
         dcp.load({"a": torch.zeros(2)}, storage_reader=later(tmp_path / "saved"), no_dist=True)
-
-
-@on_two_ranks
-def test_shards_and_optimizer_are_loaded_by_it(tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    model, again = (fully_shard(nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))) for _ in range(2))
-    optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, again)]
-    model(torch.ones(2, 5)).square().sum().backward()
-    optims[0].step()
-    state = dict(zip(("model", "optim"), get_state_dict(model, optims[0])))
-    dcp.save({**state, "step": 1}, checkpoint_id=folder)
-    loaded: dict[str, Any] = {**dict(zip(("model", "optim"), get_state_dict(again, optims[1]))), "step": 0}
-    dcp.load(loaded, storage_reader=CheckedReader(folder))
-    set_state_dict(again, optims[1], model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
-    assert loaded["step"] == 1
-    for ours, theirs in zip(again.parameters(), model.parameters()):
-        assert torch.equal(ours.to_local(), theirs.to_local())  # type: ignore[attr-defined]
-        for name, value in optims[0].state[theirs].items():
-            found = optims[1].state[ours][name]
-            assert torch.equal(*(getattr(one, "_local_tensor", one) for one in (found, value))), name
-    dist.barrier()

@@ -39,6 +39,7 @@ SLOW = {
     "trl.SFTTrainer, LoRA",
     "trl.SFTTrainer, full_shard auto_wrap",
     "Lightning Fabric, FSDPStrategy",
+    "loop by hand, FSDP1",
     "loop by hand, async_save",
     "PEFT LoRA over int8 weights",
 }

@@ -90,9 +90,9 @@ SAME_NUMBERS: dict[str, Arguments] = {
         "sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, "device_mesh": mesh(1, 2)
     },
     "cpu_offload": lambda: {"cpu_offload": CPUOffload(offload_params=True)},
-    "BACKWARD_POST": lambda: {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
-    "forward_prefetch": lambda: {"forward_prefetch": True},
-    "limit_all_gathers": lambda: {"limit_all_gathers": False},
+    "of no effect": lambda: {
+        "backward_prefetch": BackwardPrefetch.BACKWARD_POST, "forward_prefetch": True, "limit_all_gathers": False
+    },
     "flat parameters": lambda: {"use_orig_params": False},
 }  # fmt: skip
 

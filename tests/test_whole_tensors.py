@@ -11,16 +11,14 @@ import torch
 import torch.distributed as dist
 from pytorch_optimizer import SOAP, Shampoo
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
-from fsdp_compile.optim import Muon, WholeTensorOptimizer, owners
+from fsdp_compile.optim import Muon, WholeTensorOptimizer
 from tests.comparing import full
-from tests.on_ranks import on_four_ranks, on_two_ranks
+from tests.on_ranks import on_four_ranks
 from tests.recording import Wire
-from tests.test_muon import PLACED, matrices, matrices_on, placed, placed_like, train
+from tests.test_muon import PLACED, matrices, matrices_on, placed_like, train
 
 CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SOAP": partial(SOAP, lr=0.01, precondition_frequency=2),
@@ -31,18 +29,15 @@ CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @on_four_ranks
-@pytest.mark.parametrize("bucket", [owners._BUCKET_ELEMENTS, 1])
 @pytest.mark.parametrize("case", PLACED)
-def test_numbers_are_those_of_the_class_on_unsharded_tensors(case: str, bucket: int) -> None:
-    """To the bit."""
-    owners._BUCKET_ELEMENTS, before = bucket, owners._BUCKET_ELEMENTS
+def test_numbers_are_those_of_the_class_on_unsharded_tensors(case: str) -> None:
+    """To the bit; tests/test_muon.py has buckets of other sizes."""
     for name, make in CLASSES.items():
         ours, theirs = matrices_on(case), matrices()
         train(WholeTensorOptimizer(ours, make), ours, 5)
         train(make(theirs), theirs, 5)
         for mine, other in zip(ours, theirs):
             assert torch.equal(full(mine), other), name
-    owners._BUCKET_ELEMENTS = before
 
 
 def _groups(params: list[nn.Parameter], *algorithms: str) -> list[dict[str, Any]]:
@@ -74,8 +69,7 @@ def test_groups_schedules_closures_other_dtypes_and_steps_without_some_gradients
 
     No tall matrix is in bf16: torch adds the update of one as a view across it, which rounds otherwise (2.15, CPU).
     """
-    line = init_device_mesh("cpu", (4,))
-    ours, theirs = placed(line, [Shard(0)]), matrices()
+    ours, theirs = matrices_on("rows"), matrices()
     for params in (ours, theirs):
         params[1] = nn.Parameter(params[1].detach().bfloat16())
         params[-2] = nn.Parameter(params[-2].detach().bfloat16())
@@ -112,23 +106,23 @@ def _first(group: dict[str, Any]) -> int:
     return int(group["params"][0])
 
 
-@on_two_ranks
+@on_four_ranks
 def test_mistakes_are_the_classs_own_on_all_ranks() -> None:
-    params = placed(init_device_mesh("cpu", (2,)), [Shard(0)])
+    params = matrices_on("rows")
     with pytest.raises(ValueError, match="only supports 2D parameters"):
         WholeTensorOptimizer([*params, nn.Parameter(torch.zeros(3))], torch.optim.Muon)
     with pytest.raises(Exception, match="learning rate must be positive"):
         WholeTensorOptimizer(params, SOAP, lr=-1.0)
 
 
-@on_two_ranks
+@on_four_ranks
 def test_a_step_is_two_exchanges_and_the_state_is_on_one_rank() -> None:
-    params = placed(init_device_mesh("cpu", (2,)), [Shard(0)])
+    params = matrices_on("rows")
     optimizer = WholeTensorOptimizer(params, CLASSES["SOAP"])
     with Wire() as wire:
         train(optimizer, params, 1)
     assert wire.calls["all_to_all"] == 2
     held = [bool(optimizer.state[param]) for param in params]
-    everybody: list[Any] = [None] * 2
+    everybody: list[Any] = [None] * 4
     dist.all_gather_object(everybody, held)
-    assert all(one != other for one, other in zip(*everybody))
+    assert all(sum(of_ranks) == 1 for of_ranks in zip(*everybody))
