@@ -19,6 +19,7 @@ from tests.test_activations_away import TOKENS as LONG
 from tests.test_activations_away import offload
 from tests.test_order import MODELS, TOKENS, order_of, planned_order
 
+
 @pytest.fixture
 def four_gpus() -> Iterator[None]:
     """Rank 0 of four that plan as for NCCL; the others are missing."""

@@ -26,6 +26,7 @@ from tests.models import Again, Block, Checkpointed, PartlyUsedBlock, Stack, sha
 from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import Wire
+from tests.test_compiled_blocks import Inner
 
 NUM_STEPS = 5
 
@@ -143,17 +144,6 @@ def test_around_compiled_blocks_ranks_launch_the_same_whatever_they_compile(two_
     make = partial(Again, 3, tied=True, block=PartlyUsedBlock)
     stays, never = two_ranks.run(train, Case(make, blocks=True, how="never"))
     assert max(stays) == 1 < min(never)
-
-
-class Inner(Block):
-    """A block, and one inside of it that is a unit as well."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.mlp = Block(dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.mlp(x))
 
 
 class Shifted(nn.Module):

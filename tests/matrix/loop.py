@@ -30,6 +30,7 @@ from tests.matrix.train import (
     train,
 )
 from tests.models import shard
+from tests.test_eager import PlainAllGather, PlainReduceScatter
 
 # Accumulation.
 
@@ -204,8 +205,8 @@ def custom(meter: Meter) -> None:
     """The block with collectives and hooks of the user's own, which take it out of graphs."""
     reference, model = models.twins()
     block = shard(model).layers[0]
-    block.set_custom_all_gather(models.GatherByHand())
-    block.set_custom_reduce_scatter(models.ReduceByHand())
+    block.set_custom_all_gather(PlainAllGather())
+    block.set_custom_reduce_scatter(PlainReduceScatter())
     block.set_all_reduce_hook(lambda summed: None)
     block.set_reduce_scatter_unused_params(True)
     train(meter, model, reference, compiled(meter, model, fullgraph=False))

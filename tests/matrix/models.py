@@ -162,23 +162,3 @@ def adapted(dtype: torch.dtype) -> Tiny:
 
 def frozen_linears(model: nn.Module) -> list[nn.Linear]:
     return [module.base for module in model.modules() if isinstance(module, Adapted)]
-
-
-# Collectives of the user's own.
-
-
-class GatherByHand:
-    """What FSDP2's protocol asks of a gather."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
-        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
-
-
-class ReduceByHand(GatherByHand):
-    """The same of a reduction."""
-
-    def __call__(self, output: Tensor, input: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
