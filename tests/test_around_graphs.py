@@ -20,11 +20,11 @@ from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import around, backward, forward, gathered, reduction
 from tests.comparing import batches, full, loss_of, mine, reference_backward, train_and_compare
 from tests.compiling import compile_blocks, num_graphs
-from tests.matrix.models import ReduceByHand
 from tests.models import Block, Stack, pair, twins
 from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import no_markers
+from tests.test_eager import PlainReduceScatter
 
 # --- what is launched when, and what is freed -------------------------------------------------------------------------
 
@@ -332,20 +332,12 @@ def test_gradients_that_are_asked_for_hooks_and_other_tensors_in_place_of_parame
         torch.testing.assert_close(param.grad.full_tensor(), theirs.grad * 2, atol=1e-6, rtol=1e-4)
 
 
-class Counting(ReduceByHand):
-    num_calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.num_calls += 1
-        return super().__call__(*args, **kwargs)
-
-
 @on_two_ranks
 def test_what_only_the_eager_path_can_honour_keeps_no_block_from_being_compiled() -> None:
     """And what only a graph of the whole model can heed is said, once."""
     unsharded, model = pair()
     compile_blocks(model)
-    comm = Counting()
+    comm = PlainReduceScatter()
     for layer in model.layers:
         layer.set_custom_reduce_scatter(comm)
     _is_told_of_a_budget(model, unsharded, ".* is compiled by itself")

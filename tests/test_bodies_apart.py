@@ -55,7 +55,6 @@ AOT = "aot_eager"
 @pytest.mark.parametrize(
     ("make", "units", "backend", "trains"),
     [
-        (Branches, False, AOT, True),
         pytest.param(Branches, True, AOT, True, marks=pytest.mark.compat),
         pytest.param(Branches, True, "inductor", True, marks=pytest.mark.slow),
         pytest.param(Scans, False, AOT, True, marks=pytest.mark.slow),

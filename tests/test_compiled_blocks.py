@@ -42,19 +42,28 @@ from tests.test_eager_regions import DisabledFunctionBlock
 @pytest.mark.compat
 @on_two_ranks
 def test_many_equal_blocks_train_as_unsharded_with_one_graph() -> None:
-    """And with one more for evaluation."""
+    """And with one more for each kind of evaluation, before training and after it."""
     unsharded, model = pair(make=functools.partial(Stack, 4))
     compile_blocks(model)
+
+    def evaluate(mode: Any) -> None:
+        with mode():
+            torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-5, rtol=1e-4)
+        for unit in units_inside(model):
+            assert all(full.untyped_storage().nbytes() == 0 for full in unit.running.gathered.fulls)
+
     with no_markers():
+        evaluate(torch.inference_mode)
+        evaluate(torch.no_grad)
+        assert num_graphs() == 2
         train_and_compare(model, model, unsharded, steps=1)
-        assert num_graphs() == 1
+        assert num_graphs() == 3
         for training in (False, True):
             model.train(training), unsharded.train(training)
-            with torch.no_grad():
-                torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-5, rtol=1e-4)
-        assert num_graphs() == 2
+            evaluate(torch.no_grad)
+        evaluate(torch.inference_mode)
         _accumulate(unsharded, model)
-        assert num_graphs() == 2
+        assert num_graphs() == 3
 
 
 def _accumulate(unsharded: nn.Module, model: Any) -> None:
@@ -123,21 +132,6 @@ def test_resharding_and_freezing() -> None:
     for one in (unsharded, model):
         one.requires_grad_(True)
     train_and_compare(model, model, unsharded, steps=2)
-
-
-@on_two_ranks
-def test_evaluation_before_training_and_after_it() -> None:
-    unsharded, model = pair()
-    compile_blocks(model)
-    with no_markers():
-        for mode in (torch.inference_mode, torch.no_grad):
-            with mode():
-                torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-5, rtol=1e-4)
-            for unit in units_inside(model):
-                assert all(full.untyped_storage().nbytes() == 0 for full in unit.running.gathered.fulls)
-        train_and_compare(model, model, unsharded, steps=1)
-        with torch.inference_mode():
-            torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-4, rtol=1e-3)
 
 
 @on_two_ranks

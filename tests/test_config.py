@@ -20,6 +20,7 @@ from fsdp_compile._torch_compat import inductor
 from fsdp_compile.graph.install import ComposedPass, JointPass
 from fsdp_compile.passes import GraphRecord, source_hash
 from fsdp_compile.passes._torch_compat import CustomGraphPass
+from tests.compiling import no_kernels_built
 from tests.recording import recorded
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four", "fresh_config")
@@ -45,7 +46,7 @@ def fresh_config() -> Iterator[None]:
     torch._dynamo.reset()
     joint = inductor.get_joint_pass()
     settings = inductor_config.patch(post_grad_custom_pre_pass=None, fx_graph_cache=False)
-    with settings, functorch_config.patch(enable_autograd_cache=False):
+    with settings, functorch_config.patch(enable_autograd_cache=False), no_kernels_built():
         inductor.set_joint_pass(None)
         yield
     inductor.set_joint_pass(joint)

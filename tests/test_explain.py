@@ -97,7 +97,7 @@ def of(found: Explanation, stage: str, fqn: str) -> Any:
     return one
 
 
-def test_a_model_that_is_limited_by_the_order() -> None:
+def test_a_model_that_is_limited_by_the_order_and_its_memory() -> None:
     found = explained(Steps(), torch.randn(8192, 256, requires_grad=True))
     large = of(found, "forward", "large.weight")
     assert large.cause == ORDER and 0 < large.exposed_s < large.seconds and 0 < large.hidden_share < 1
@@ -105,6 +105,17 @@ def test_a_model_that_is_limited_by_the_order() -> None:
     first = of(found, "forward", "long.weight")
     assert first.cause == DEPENDENCY and first.launched_behind == "begin"
     assert of(found, "forward", "tiny.weight").launched_behind == "begin"
+    # Its memory adds up to the prediction.
+    [step] = found.steps
+    assert max(max(one.owners.alive) for one in step.memory) == step.predicted.peak_bytes
+    for one in step.memory:
+        top = max(one.owners.alive)
+        assert len(one.at_s) == len(one.owners.events) == len(one.owners.alive)
+        assert sum(owner.num_bytes for owner in one.owners.peak) == top
+    forward = step.memory[0].owners
+    assert {"parameter shard", "gathered"} <= {kind for kind, levels in forward.of_kind.items() if any(levels)}
+    assert "large.weight" in {owner.of for owner in forward.peak}
+    assert f"memory, up to {step.predicted.peak_bytes / 1024**2:.1f} MiB" in str(found)
 
 
 def test_a_model_that_is_limited_by_compute_and_by_a_dependency() -> None:
@@ -213,20 +224,6 @@ def test_it_says_why_buckets_stay_apart_and_what_each_parameter_is_sent_in() -> 
     assert "nothing ran eagerly" in str(found)
 
 
-def test_memory_adds_up_to_the_prediction() -> None:
-    found = explained(Steps(), torch.randn(64, 256, requires_grad=True))
-    [step] = found.steps
-    assert max(max(one.owners.alive) for one in step.memory) == step.predicted.peak_bytes
-    for one in step.memory:
-        top = max(one.owners.alive)
-        assert len(one.at_s) == len(one.owners.events) == len(one.owners.alive)
-        assert sum(owner.num_bytes for owner in one.owners.peak) == top
-    forward = step.memory[0].owners
-    assert {"parameter shard", "gathered"} <= {kind for kind, levels in forward.of_kind.items() if any(levels)}
-    assert "large.weight" in {owner.of for owner in forward.peak}
-    assert f"memory, up to {step.predicted.peak_bytes / 1024**2:.1f} MiB" in str(found)
-
-
 def test_rows_tell_layers_apart_and_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Module()
     model.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3)])
@@ -315,28 +312,22 @@ def test_units_that_could_be_neighbours_send_alike(kind: str) -> None:
     assert said_of(kind, a, b, unit="Block:1", num_bytes=small).endswith(allowed)
 
 
-def test_it_takes_no_step_where_the_optimizer_is_in_backward() -> None:
+def test_it_leaves_what_micro_batches_have_held_back_and_takes_no_step_where_the_optimizer_is_in_backward() -> None:
     model = fully_shard(nn.Linear(8, 8))
     stepped: list[Tensor] = []
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(stepped.append)
     run = torch.compile(model, backend=passes)
-    assert explain(run, torch.ones(4, 8)).steps and not stepped
-    run(torch.ones(4, 8)).sum().backward()
-    assert len(stepped) == 2, "hooks stay"
-
-
-def test_it_leaves_what_micro_batches_have_held_back() -> None:
-    model = fully_shard(nn.Linear(8, 8))
-    run = torch.compile(model, backend=passes)
     with fsdp_compile.no_sync(model):
         run(torch.ones(4, 8)).sum().backward()
         explain(run, torch.ones(4, 8))
-    explain(run, torch.ones(4, 8))
+    assert explain(run, torch.ones(4, 8)).steps and not stepped
     [unit] = units_in(model)
     assert all(param.grad is None for param in model.parameters())
     assert set(unit.accumulation.held.pending) == {"weight", "bias"}
     torch.testing.assert_close(unit.accumulation.held.pending["bias"], torch.full((8,), 4.0))
+    run(torch.ones(4, 8)).sum().backward()
+    assert len(stepped) == 2, "hooks stay"
 
 
 def test_blocks_that_are_compiled_by_themselves_are_explained_as_they_run() -> None:

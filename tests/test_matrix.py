@@ -87,7 +87,3 @@ def test_the_rows_use_the_names_that_they_show() -> None:
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert {name for row in ROWS for name in row.shows.split()} <= used
-
-
-def test_names_of_rows_are_unique() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS)

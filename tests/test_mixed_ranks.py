@@ -26,6 +26,7 @@ from tests.models import Again, Block, Checkpointed, PartlyUsedBlock, Stack, sha
 from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import Wire
+from tests.test_compiled_blocks import Inner
 
 NUM_STEPS = 5
 
@@ -126,9 +127,9 @@ def test_a_rank_that_falls_back_trains_on(two_ranks: Ranks, blocks: bool) -> Non
 @on_two_ranks
 def test_a_rank_may_compile_after_all_ran_eagerly() -> None:
     """Nobody follows anybody: the eager path launches, bucket by bucket, what the graph of such a model does."""
-    unsharded, model = twins(lambda: Stack(3))
+    unsharded, model = twins()
     shard(model)
-    for step in range(4):
+    for step in range(3):
         model.zero_grad()
         unsharded.zero_grad()
         compiles = step > 0 and dist.get_rank() == 0
@@ -138,30 +139,11 @@ def test_a_rank_may_compile_after_all_ran_eagerly() -> None:
         assert_same_grads(model, unsharded)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(Again, 3),
-        pytest.param(partial(Stack, tied=True), marks=pytest.mark.more),
-        pytest.param(partial(Stack, 3, block=PartlyUsedBlock), marks=pytest.mark.more),
-    ],
-)
-def test_around_compiled_blocks_ranks_launch_the_same_whatever_they_compile(
-    two_ranks: Ranks, make: Callable[[], Stack]
-) -> None:
+def test_around_compiled_blocks_ranks_launch_the_same_whatever_they_compile(two_ranks: Ranks) -> None:
+    """Of a model whose head is tied, and whose blocks have parameters that nobody reads; one is called twice."""
+    make = partial(Again, 3, tied=True, block=PartlyUsedBlock)
     stays, never = two_ranks.run(train, Case(make, blocks=True, how="never"))
     assert max(stays) == 1 < min(never)
-
-
-class Inner(Block):
-    """A block, and one inside of it that is a unit as well."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.mlp = Block(dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.mlp(x))
 
 
 class Shifted(nn.Module):
@@ -176,9 +158,8 @@ class Shifted(nn.Module):
 
 
 CASES = {
-    "kept behind forward": Case(options={"reshard_after_forward": False}),
-    "synchronizing late": Case(decides_late=True),
-    "a parameter with one row": Case(partial(Stack, block=Shifted)),
+    "kept behind forward": Case(partial(Stack, 1), options={"reshard_after_forward": False}),
+    "synchronizing late, and a parameter with one row": Case(partial(Stack, 1, block=Shifted), decides_late=True),
     "blocks that accumulate": Case(blocks=True, holds_back=True, evaluates=True),
     "units in blocks": Case(partial(Stack, 1, block=Inner), nested=True),
 }
@@ -204,15 +185,15 @@ def test_it_does_in_every_mode(two_ranks: Ranks, case: Case) -> None:
 
 @on_two_ranks
 def test_tables_are_gathered_again_where_a_checkpointed_region_reads_them() -> None:
-    unsharded, model = twins(partial(Checkpointed, block=Placed))
-    train_and_compare(compiled(shard(model, reshard_after_forward=True), "passes"), model, unsharded)
+    unsharded, model = twins(partial(Checkpointed, 1, block=Placed))
+    train_and_compare(compiled(shard(model, reshard_after_forward=True), "passes"), model, unsharded, steps=1)
 
 
 @pytest.mark.parametrize("how", ["never", pytest.param("error", marks=pytest.mark.more)])
 def test_a_rank_that_never_compiles_trains_on(two_ranks: Ranks, how: str) -> None:
     # Where a graph failed, all that the root has is gathered at once. That is one bucket if embedding and head are tied.
-    never, compiles = two_ranks.run(train, Case(partial(Stack, tied=how == "error"), how=how, differs=0))
-    assert never == [3] * NUM_STEPS
+    never, compiles = two_ranks.run(train, Case(partial(Stack, 1, tied=how == "error"), how=how, differs=0))
+    assert never == [2] * NUM_STEPS
     assert compiles == [0] * NUM_STEPS
 
 

@@ -37,6 +37,7 @@ from tests.comparing import (
     mine,
     reference_backward,
 )
+from tests.compiling import no_kernels_built
 from tests.models import Stack, pair, shard
 from tests.on_ranks import on_two_ranks
 from tests.recording import Wire, lifetimes, recorded
@@ -361,7 +362,7 @@ def test_generated_code_gathers_twice_and_reads_each_gather_in_its_own_phase() -
     model = Stack(2, block=PostNorm)
     fully_shard(model.embed, reshard_after_forward=True)
     shard(model, reshard_after_forward=True)
-    with traced(), recorded(Stages()) as stages:
+    with traced(), recorded(Stages()) as stages, no_kernels_built():
         _, (code,) = run_and_get_code(_compiled_step(model, "inductor"), torch.zeros(4, 7, dtype=torch.long))
     plan = stages["whole"].plan
     assert [bucket.phase for bucket in plan.gathers] == [0] * 4 + [1] * 3  # no gradient reads the embedding's table
@@ -379,6 +380,7 @@ def test_generated_code_gathers_twice_and_reads_each_gather_in_its_own_phase() -
 def test_a_graph_that_no_pass_saw_before_inductor_is_prepared_there() -> None:
     with (
         traced(),
+        no_kernels_built(),
         torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False),
         recorded(Stages()) as stages,
     ):

@@ -88,7 +88,7 @@ def made_of_nothing(meter: Meter) -> None:
             module.reset_parameters()
     with torch.device("meta"):
         model = models.Tiny()
-    fsdp_compile.auto_shard(model, models.Dropping)
+    fsdp_compile.auto_shard(model, models.Even)
     torch.manual_seed(3 if dist.get_rank() == 0 else 4)
     fsdp_compile.materialize(model)
     fsdp_compile.sync_module_states(fsdp_compile.cast_buffers(model, torch.float64))  # it has no buffers

@@ -30,6 +30,7 @@ from tests.matrix.train import (
     train,
 )
 from tests.models import shard
+from tests.test_eager import PlainAllGather, PlainReduceScatter
 
 # Accumulation.
 
@@ -89,29 +90,14 @@ def checkpointed(meter: Meter) -> None:
 
 
 def breaks(meter: Meter) -> None:
-    """Two graph breaks in forward, which explain_breaks sees. With backward inside the compiled step and compiled
-    autograd, one backward graph."""
+    """Two graph breaks in forward, which explain_breaks sees."""
     reference, model = models.twins(models.Broken)
     shard(model)
-    if meter.backward_inside:
-        train(meter, model, reference, _step(model, meter.backend))
-        return
     report = fsdp_compile.explain_breaks(model, models.batches(0)[dist.get_rank()])
     meter.require(isinstance(report, fsdp_compile.BreakReport) and not report, "two breaks were not seen")
     meter.require((len(report.breaks), report.num_graphs) == (1, 3), str(report))  # one line of code breaks it twice
     meter.require(isinstance(report.breaks[0], fsdp_compile.GraphBreak), "a break is no GraphBreak")
     train(meter, model, reference, compiled(meter, model, fullgraph=False))
-
-
-def _step(model: nn.Module, backend: str) -> Run:
-    """Forward and backward in one compiled function."""
-
-    def step(tokens: Tensor) -> Tensor:
-        loss = model(tokens)
-        loss.backward()
-        return loss
-
-    return torch.compile(step, backend=backend)
 
 
 def optimizer_in_backward(meter: Meter) -> None:
@@ -131,8 +117,8 @@ def _descend(param: Tensor) -> None:
 
 
 def whole_step(meter: Meter) -> None:
-    """Backward, clipping and the optimizer inside the compiled step."""
-    reference, model = _exact_twins()
+    """Two graph breaks in forward; backward, which is one graph, clipping and the optimizer in the same compiled step."""
+    reference, model = _exact_twins(models.Broken)
     optim, theirs = (torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference))
 
     @torch.compile(backend=meter.backend)
@@ -184,9 +170,9 @@ def _no_graph_of_another_rank() -> contextlib.AbstractContextManager[object]:
     return torch._functorch.config.patch(enable_autograd_cache=False)
 
 
-def _exact_twins() -> tuple[Any, Any]:
+def _exact_twins(kind: type[models.Tiny] = models.Tiny) -> tuple[Any, Any]:
     """(reference, sharded) in float64: an update of a float32 weight is rounded to the weight's last bits."""
-    reference, model = (one.double() for one in models.twins(models.Unrolled))
+    reference, model = (one.double() for one in models.twins(kind))
     return reference, shard(model)
 
 
@@ -219,8 +205,8 @@ def custom(meter: Meter) -> None:
     """The block with collectives and hooks of the user's own, which take it out of graphs."""
     reference, model = models.twins()
     block = shard(model).layers[0]
-    block.set_custom_all_gather(models.GatherByHand())
-    block.set_custom_reduce_scatter(models.ReduceByHand())
+    block.set_custom_all_gather(PlainAllGather())
+    block.set_custom_reduce_scatter(PlainReduceScatter())
     block.set_all_reduce_hook(lambda summed: None)
     block.set_reduce_scatter_unused_params(True)
     train(meter, model, reference, compiled(meter, model, fullgraph=False))
@@ -280,7 +266,7 @@ def two_lengths(meter: Meter) -> None:
 def double_backward(meter: Meter) -> None:
     """A penalty on the gradients of a block's inputs: eagerly, between steps of the same compiled block."""
     torch.manual_seed(0)
-    reference = models.Dropping(models.DIM)
+    reference = models.Even(models.DIM)
     model = fsdp_compile.fully_shard(copy.deepcopy(reference))
     run = compiled(meter, model)
     for step, eager in enumerate((False, True, False)):

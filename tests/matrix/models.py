@@ -1,7 +1,8 @@
 """The model and the data of the matrix: a tiny tied transformer's MLP, and what single rows put in its place.
 
 One block is enough for most rows: it and the root are two units. A second one is compiled for as long again. Nor is
-there a norm in front of the head: norms are much code, and the block has one.
+there a norm in front of the head: norms are much code, and the block has one. Most rows train what ranks share evenly:
+Inductor's code is the same for all of them then, and g++ builds it once. Uneven shards have rows of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.comparing import loss_of
 from tests.models import Block, EvenBlock, Spread, Stack
 
-DIM, VOCAB, LENGTH = 8, 19, 6
+DIM, VOCAB, LENGTH = 8, 20, 6
 NUM_MICRO = 4
 
 
@@ -31,13 +32,13 @@ class Dropping(Block):
 
 
 class Even(Dropping, EvenBlock):
-    """Hidden features that tensor parallelism divides."""
+    """Hidden features that ranks share evenly."""
 
 
 class Tiny(Stack):
     """A block, or more, and an embedding tied to the head; calling it gives the loss."""
 
-    def __init__(self, block: type[Block] = Dropping, num_blocks: int = 1) -> None:
+    def __init__(self, block: type[Block] = Even, num_blocks: int = 1) -> None:
         super().__init__(num_blocks, DIM, VOCAB, tied=True, block=block)
         self.norm = nn.Identity()
 
@@ -45,7 +46,7 @@ class Tiny(Stack):
         return loss_of(super().forward(tokens))
 
 
-def twins(kind: type[Tiny] = Tiny, block: type[Block] = Dropping, num_blocks: int = 1) -> tuple[Any, Any]:
+def twins(kind: type[Tiny] = Tiny, block: type[Block] = Even, num_blocks: int = 1) -> tuple[Any, Any]:
     """(reference, model to shard) with equal parameters."""
     torch.manual_seed(0)
     reference = kind(block, num_blocks)
@@ -77,24 +78,17 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 # Graph breaks.
 
 
-class Unrolled(Tiny):
-    """No loop around the block: Dynamo gives up on frames that break inside one."""
-
-    def between(self) -> None:
-        """What runs before and behind the block."""
+class Broken(Tiny):
+    """Two graph breaks, in no loop: Dynamo gives up on frames that break inside one."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        self.between()
+        self.breaks()
         x = self.layers[0](x)
-        self.between()
+        self.breaks()
         return loss_of(self.head(self.norm(x)))
 
-
-class Broken(Unrolled):
-    """Two graph breaks."""
-
-    def between(self) -> None:
+    def breaks(self) -> None:
         torch._dynamo.graph_break()
 
 
@@ -106,7 +100,7 @@ def _save_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if op in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class SelectivelyCheckpointed(Dropping):
+class SelectivelyCheckpointed(Even):
     """Recomputed, but for its matrix multiplications."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +116,7 @@ class Chunk(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Dropping(DIM)])
+        self.layers = nn.ModuleList([Even(DIM)])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers[0](x)
@@ -158,7 +152,7 @@ class Adapted(nn.Module):
 def adapted(dtype: torch.dtype) -> Tiny:
     """Everything frozen but adapters on the linears of the blocks, whose weights are stored in ``dtype``."""
     torch.manual_seed(0)
-    model = Tiny().requires_grad_(False)
+    model = Tiny(Dropping).requires_grad_(False)
     for layer in model.layers:
         layer.up, layer.down = Adapted(layer.up), Adapted(layer.down)
     for linear in frozen_linears(model):
@@ -168,23 +162,3 @@ def adapted(dtype: torch.dtype) -> Tiny:
 
 def frozen_linears(model: nn.Module) -> list[nn.Linear]:
     return [module.base for module in model.modules() if isinstance(module, Adapted)]
-
-
-# Collectives of the user's own.
-
-
-class GatherByHand:
-    """What FSDP2's protocol asks of a gather."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
-        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
-
-
-class ReduceByHand(GatherByHand):
-    """The same of a reduction."""
-
-    def __call__(self, output: Tensor, input: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)

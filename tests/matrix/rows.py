@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from fsdp_compile import CPUOffloadPolicy, FSDPModule, no_sync
-from tests.matrix import around, tools
+from tests.matrix import around, models, tools
 from tests.matrix.loop import (
     accumulate,
     breaks,
@@ -45,7 +45,7 @@ _UNHEEDED = (
 
 ROWS: tuple[Row, ...] = (
     # name, function, most graphs captured, most compiled regions in backward, compiled autograd
-    Row("fully_shard", plain, shows="fully_shard FSDPModule"),
+    Row("fully_shard", partial(plain, block=models.Dropping), shows="fully_shard FSDPModule"),
     Row("blocks compiled one by one", block_by_block, 1, 2, shows="compile"),
     Row(  # held back, reduced with what was held back, and reduced by itself
         "4 micro-batches, set_requires_gradient_sync and no_sync",
@@ -77,11 +77,10 @@ ROWS: tuple[Row, ...] = (
         ranks=4,
     ),
     Row("checkpoint with a selective policy, checkpoint_wrapper", checkpointed),
-    Row("2 graph breaks, compiled autograd", breaks, 4, 1, True),
     # explain_breaks captures three graphs as well.
     Row("2 graph breaks, explain_breaks", breaks, 6, 3, shows="explain_breaks BreakReport GraphBreak"),
     Row("optimizer in backward (hooks)", optimizer_in_backward),
-    Row("backward, clipping and SGD inside, compiled autograd", whole_step, None, 1, True),
+    Row("2 graph breaks, backward, clipping and SGD inside, compiled autograd", whole_step, None, 1, True),
     Row("compiled optimizer step", compiled_optimizer, 3),  # the first makes momenta
     Row("LoRA over a frozen base stored in bf16", lora),
     Row(
@@ -106,7 +105,7 @@ ROWS: tuple[Row, ...] = (
         None,
         shows="set_custom_all_gather set_custom_reduce_scatter set_all_reduce_hook set_reduce_scatter_unused_params",
         # The warning names one of these settings: the first one that the package asks about.
-        warns=(r"layers\.0 \(Dropping\) runs eagerly inside compiled code: set_reduce_scatter_unused_params",),
+        warns=(r"layers\.0 \(Even\) runs eagerly inside compiled code: set_reduce_scatter_unused_params",),
     ),
     Row("evaluation, plan_of", evaluate, 3, shows="plan_of"),
     Row("two sequence lengths, mark_dynamic", two_lengths),

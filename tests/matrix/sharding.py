@@ -37,9 +37,9 @@ from tests.models import mesh_of, shard, twins
 from tests.test_extension import Halved
 
 
-def plain(meter: Meter, **kwargs: Any) -> None:
+def plain(meter: Meter, block: type[nn.Module] = models.Even, **kwargs: Any) -> None:
     """The block and the root sharded, the whole model compiled."""
-    reference, model = models.twins()
+    reference, model = models.twins(block=block)
     shard(model, **kwargs)
     train(meter, model, reference, compiled(meter, model))
 
@@ -101,7 +101,7 @@ def expert_meshes(meter: Meter) -> None:
 def tensor_parallel(meter: Meter) -> None:
     """parallelize_module over one dimension of the mesh, then fully_shard over the other."""
     mesh = mesh_of("dp", "tp")
-    reference, model = models.twins(block=models.Even)
+    reference, model = models.twins()
     for layer in model.layers:  # the norm sees half of the sequence, so its gradient is a partial sum
         cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
         parallelize_module(layer.norm, mesh["tp"], cut)
@@ -188,7 +188,7 @@ def mixed_precision(meter: Meter) -> None:
     A compiler rounds to bf16 in other places than eager code does, so it compiles the reference as well. So both draw
     the random numbers that the backend draws by default: with other ones, dropout's zeros would be elsewhere.
     """
-    reference, model = models.twins(Projector)
+    reference, model = models.twins(Projector, models.Dropping)
 
     @functools.partial(torch.compile, backend=meter.backend, fullgraph=True)
     def in_bf16(tokens: Tensor, shift: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from tests.compiling import num_graphs
 from tests.matrix import models
 from tests.matrix.meter import Meter
 from tests.matrix.train import LR, Run, backward, compiled, optimizers, reference_backward, step_all, train
-from tests.models import shard
+from tests.models import shard, twins
 
 
 def _mine(step: int = 0) -> Tensor:
@@ -155,7 +155,7 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = models.Chunk(), models.Chunk()
+        self.first, self.second = (nn.Linear(models.DIM, models.DIM) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x)).pow(2).mean()
@@ -163,11 +163,8 @@ class Two(nn.Module):
 
 def shared_context(meter: Meter) -> None:
     """Two roots that count their reductions together run in one graph."""
-    torch.manual_seed(0)
-    reference = Two()
-    torch.manual_seed(0)
-    model = Two()
-    fsdp_compile.share_comm_ctx([shard(model.first), shard(model.second)])
+    reference, model = twins(Two)
+    fsdp_compile.share_comm_ctx([fsdp_compile.fully_shard(one) for one in (model.first, model.second)])
     train(meter, model, reference, compiled(meter, model), batches=models.features)
 
 
