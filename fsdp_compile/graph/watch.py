@@ -1,6 +1,6 @@
 """One guard for all parameters of a unit: whether what a graph assumed about them still holds.
 
-    traced read      a unit's UnitWatch --reads(fqn)--> the code of the read (reading.py), by what the graph takes of the
+    traced read      a unit's UnitWatch --reads(fqn)--> the code of the read (reading.py): what the graph takes of the
                                                         parameter, and what becomes of its gradient
                                         --spec(fqn)---> what its marker says: a constant, which needs no guard
     each call        UnitWatch.seen() == what it was when the graph was traced, else Dynamo looks for another graph
