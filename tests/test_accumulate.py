@@ -325,7 +325,7 @@ def _step(model: Stack, backend: str) -> Callable[[Tensor], Tensor]:
     return torch.compile(step, backend=backend)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @on_two_ranks
 def test_what_is_held_survives_an_eager_evaluation() -> None:
     """Of gradients of three micro-batches, the last of which synchronizes."""

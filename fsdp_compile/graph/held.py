@@ -35,18 +35,35 @@ def has_gradients(dtype: torch.dtype) -> bool:
 def holding(unit: Unit, param: ShardedParam, known: Tensor | None, look: Look, is_partial: bool) -> Tensor | None:
     """Return a tensor for a graph to take, which holds back the gradient that autograd brings it.
 
-    It is one zero, expanded. It is ``known`` if that still fits, and None for a dtype without gradients.
+    It is one zero, expanded. It is ``known`` if that still fits, and None for a dtype without gradients. Compiled
+    autograd uses a node in one backward alone (2.11 to 2.15), so there it is a leaf, which leads nowhere.
     """
     size, dtype, device = look
-    if known is not None and (tuple(known.shape), known.dtype, known.device) == look:
+    is_leaf = autograd.uses_compiled_autograd()
+    if known is not None and (tuple(known.shape), known.dtype, known.device, known.is_leaf) == (*look, is_leaf):
         return known
     if not has_gradients(dtype):
         return None
+    hold = _holder(unit, param, is_partial)
     with torch.inference_mode(False), torch.enable_grad():
-        zero = torch.zeros((), dtype=dtype, device=device).requires_grad_()  # a shard that is no leaf has no edge
-        made = _Held.apply(zero.expand(size), None if param.sink is None else param.sink.edge)
-    made.grad_fn.hold = _holder(unit, param, is_partial)
+        zero = torch.zeros((), dtype=dtype, device=device)
+        if is_leaf:
+            leaf = zero.expand(size).requires_grad_()
+            leaf.register_post_accumulate_grad_hook(_of_leaf(hold))
+            return leaf
+        made = _Held.apply(zero.requires_grad_().expand(size), None if param.sink is None else param.sink.edge)
+    made.grad_fn.hold = hold  # what requires gradients has a node, though its shard be no leaf, and have no edge
     return made  # type: ignore[no-any-return]
+
+
+def _of_leaf(hold: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], None]:
+    @torch.compiler.disable(reason="a gradient is held back")
+    def take(leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None:
+            hold(grad)
+
+    return take
 
 
 class _Held(torch.autograd.Function):

@@ -22,6 +22,7 @@ from ..core.accumulation import Mode
 from ..core.param import beside
 
 Given = tuple[str, str, str, str]  # a marker's first arguments: shard, leaf, ticket, and what becomes of the gradient
+unshard = torch.ops.fsdpc.unshard  # for the code
 WHATS = ("watch", "fqn", "local", "edge", "full", "sink", "mesh", "carried")  # that modules hold beside a parameter
 
 
@@ -40,6 +41,11 @@ class Reading(NamedTuple):
 @functools.cache
 def code_of(name: str, reading: Reading) -> Callable[..., Any]:
     """Return the function that reads a module's parameter ``name`` so; it takes the module, and what is registered."""
+    return _function(name, "def read(self, param=None):\n" + "\n".join(f"    {line}" for line in lines_of(reading)))
+
+
+def lines_of(reading: Reading) -> list[str]:
+    """Return the lines of the function, with {edge} and the like."""
     given = reading.given if isinstance(reading.given, str) else ", ".join(reading.given)
     gathered = f"watch.gather(fqn)({given})" if reading.is_extended else f"unshard({given}, **watch.spec(fqn))"
     if reading.wraps_on:
@@ -49,7 +55,7 @@ def code_of(name: str, reading: Reading) -> Callable[..., Any]:
         gathers = ["watch.begin_in_front()", *gathers, "watch.end_in_front()"]
     if reading.enables_grad:
         gathers = ["with torch.enable_grad():", *[f"    {line}" for line in gathers]]
-    lines = [
+    return [
         "watch, fqn = {watch}, {fqn}",
         *["full = None", "if watch.gives_again(fqn, 'full'):", "    return full"] * reading.is_traced,
         *gathers,
@@ -58,7 +64,6 @@ def code_of(name: str, reading: Reading) -> Callable[..., Any]:
         *["watch.keep(fqn, 'full')"] * reading.is_traced,
         "return full",
     ]
-    return _function(name, "def read(self, param=None):\n" + "\n".join(f"    {line}" for line in lines))
 
 
 @functools.cache
@@ -91,6 +96,3 @@ def given_of(param: Any, sink: Any, mode: Mode) -> tuple[Any, Any, Any, str]:
     if param is sink.param.shard and sink.edge is not None and not dynamo.traces_backward():
         return dtensors.local_tensor(param), sink.edge, ticket, "reduce"
     return param.to_local(), None, ticket, "reduce"
-
-
-unshard = torch.ops.fsdpc.unshard

@@ -113,14 +113,16 @@ class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
             local = f"({names!r}, {', '.join(f'{{local}}[{name!r}]' for name in names)})"
         if taken == "local":
             return local, "None", "None", "'reduce'"
-        if mode == "hold" and taken != "registered":
+        if taken == "registered":
+            return "{sink}.param.shard.to_local()", "None", "None", "'reduce'"
+        if mode == "hold":
             return local, "{sink}.full", "None", "'hold'"
-        if mode == "resume_over_shards" and taken != "registered":
+        if mode == "resume_over_shards":
             return local, "{sink}.partial", ticket, "'over_shards'"
-        if autograd.uses_compiled_autograd() and taken != "registered":
+        if autograd.uses_compiled_autograd():
             return local, "{sink}.leaf", ticket, "'reduce'"
-        if taken == "registered" or param.sink.edge is None:
-            return "{sink}.param.shard.to_local()", "None", "None" if taken == "registered" else ticket, "'reduce'"
+        if param.sink.edge is None:  # AOTAutograd handles the DTensor
+            return "{sink}.param.shard.to_local()", "None", ticket, "'reduce'"
         return (edge, "None", ticket, "'reduce'") if taken == "edge" else (local, edge, ticket, "'reduce'")
 
     def _takes(self, fqn: str) -> Taken:
@@ -132,6 +134,7 @@ class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
         left.settle()
         if autograd.uses_compiled_autograd():
             param.sink.have_leaf()
+            param.sink.prepare(unit)  # what holds gradients back is a leaf as well
         for around in (unit, *unit.around()):
             if around.given is not None:  # the unit with ``given`` may have no parameters
                 around.watch.say_no_plan(
