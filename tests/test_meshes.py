@@ -217,7 +217,8 @@ def test_blocks_of_tensor_parallel_parameters_share_one_graph(fake_group_of_four
 # dp_mesh_dims: parameters are DTensors on the whole mesh already
 
 
-SPMD = {  # with TP behind, the matrix has it
+SPMD = {
+    "FSDP and TP": (("dp", "tp"), "dp", None, ("dp", "tp"), ("S(0)", "S(1)")),
     "TP in front": (("tp", "dp"), "dp", None, ("tp", "dp"), ("S(1)", "S(0)")),
     "HSDP": (("rep", "dp"), "dp", "rep", ("rep", "dp"), ("R", "S(0)")),
     "two dimensions to shard over": (("a", "b"), ("a", "b"), None, ("a_b",), ("S(0)",)),
