@@ -35,35 +35,18 @@ def has_gradients(dtype: torch.dtype) -> bool:
 def holding(unit: Unit, param: ShardedParam, known: Tensor | None, look: Look, is_partial: bool) -> Tensor | None:
     """Return a tensor for a graph to take, which holds back the gradient that autograd brings it.
 
-    It is one zero, expanded. It is ``known`` if that still fits, and None for a dtype without gradients. Compiled
-    autograd uses a node in one backward alone (2.11 to 2.15), so there it is a leaf, which leads nowhere.
+    It is one zero, expanded. It is ``known`` if that still fits, and None for a dtype without gradients.
     """
     size, dtype, device = look
-    is_leaf = autograd.uses_compiled_autograd()
-    if known is not None and (tuple(known.shape), known.dtype, known.device, known.is_leaf) == (*look, is_leaf):
+    if known is not None and (tuple(known.shape), known.dtype, known.device) == look:
         return known
     if not has_gradients(dtype):
         return None
-    hold = _holder(unit, param, is_partial)
     with torch.inference_mode(False), torch.enable_grad():
-        zero = torch.zeros((), dtype=dtype, device=device)
-        if is_leaf:
-            leaf = zero.expand(size).requires_grad_()
-            leaf.register_post_accumulate_grad_hook(_of_leaf(hold))
-            return leaf
-        made = _Held.apply(zero.requires_grad_().expand(size), None if param.sink is None else param.sink.edge)
-    made.grad_fn.hold = hold  # what requires gradients has a node, though its shard be no leaf, and have no edge
+        zero = torch.zeros((), dtype=dtype, device=device).requires_grad_()  # a shard that is no leaf has no edge
+        made = _Held.apply(zero.expand(size), None if param.sink is None else param.sink.edge)
+    made.grad_fn.hold = _holder(unit, param, is_partial)
     return made  # type: ignore[no-any-return]
-
-
-def _of_leaf(hold: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], None]:
-    @torch.compiler.disable(reason="a gradient is held back")
-    def take(leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        if grad is not None:
-            hold(grad)
-
-    return take
 
 
 class _Held(torch.autograd.Function):
@@ -82,33 +65,42 @@ dynamo.leave_all_to_python(_Held.backward)
 
 
 def _holder(unit: Unit, param: ShardedParam, is_partial: bool) -> Callable[[Tensor], Tensor | None]:
-    owner, of, fqn = weakref.ref(unit), weakref.ref(param), param.fqn
+    owner, of = weakref.ref(unit), weakref.ref(param)
+    node = None if param.sink is None else param.sink.node
 
-    @torch.compiler.disable(reason=f"the gradient of {fqn} is held back")
+    @torch.compiler.disable(reason=f"the gradient of {param.fqn} is held back")
     def hold(grad: Tensor) -> Tensor | None:
         unit, param = owner(), of()
         if unit is None or param is None:
             return None
-        if _is_asked_for(param):
-            if autograd.accumulates(_leaf_of(param)) is False or is_partial:
-                return None  # ``inputs`` has others; or it is a partial sum, which nobody can use
-            return torch.ops.fsdpc.reduce_grad(grad, **param.sink.spec.kwargs())  # type: ignore[no-any-return]
-        in_one_graph = autograd.in_compiled_autograd()
-        if not in_one_graph:
-            unit.ends.at_end(unit)  # first: it drops what a backward that raised held back
-        held = unit.accumulation.held
-        waiting = held.partials if is_partial else held.pending
-        held.note(fqn, fqn in waiting)
-        with torch.no_grad():
-            if fqn in waiting:
-                waiting[fqn].add_(grad)
-            else:
-                waiting[fqn] = grad.clone(memory_format=torch.contiguous_format)
-        if in_one_graph:
-            unit.ends.now(unit)
-        return None
+        for_edge = _hold(unit, param, grad, is_partial)
+        if node is not None and autograd.uses_compiled_autograd() and param.sink.node is node:
+            param.sink.renew_nodes(unit)
+        return for_edge
 
     return hold
+
+
+def _hold(unit: Unit, param: ShardedParam, grad: Tensor, is_partial: bool) -> Tensor | None:
+    """Have a gradient wait; or reduce and return it, if somebody asked autograd for that of the shard."""
+    if _is_asked_for(param):
+        if autograd.accumulates(_leaf_of(param)) is False or is_partial:
+            return None  # ``inputs`` has others; or it is a partial sum, which nobody can use
+        return torch.ops.fsdpc.reduce_grad(grad, **param.sink.spec.kwargs())  # type: ignore[no-any-return]
+    in_one_graph = autograd.in_compiled_autograd()
+    if not in_one_graph:
+        unit.ends.at_end(unit)  # first: it drops what a backward that raised held back
+    held, fqn = unit.accumulation.held, param.fqn
+    waiting = held.partials if is_partial else held.pending
+    held.note(fqn, fqn in waiting)
+    with torch.no_grad():
+        if fqn in waiting:
+            waiting[fqn].add_(grad)
+        else:
+            waiting[fqn] = grad.clone(memory_format=torch.contiguous_format)
+    if in_one_graph:
+        unit.ends.now(unit)
+    return None
 
 
 def ticket(unit: Unit, param: ShardedParam) -> Tensor:

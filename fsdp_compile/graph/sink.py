@@ -102,6 +102,11 @@ class Sink:
         self.edge, self.edge_of = edge, None if edge is None else self.param.version
         self.param.put_beside("edge", edge)
 
+    def renew_nodes(self, unit: Unit) -> None:
+        """Give the unit's edges another node: compiled autograd takes a node in one backward alone (2.11 to 2.15)."""
+        node = self.node
+        _make_edges(unit, [one.sink for one in unit.params if one.sink is not None and one.sink.node is node])
+
     def follow_data(self) -> None:
         """Give the edge the memory that the shard's local tensor has now, and have the eager path gather anew."""
         if self.edge is not None and self.takes == "edge":

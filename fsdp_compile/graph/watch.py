@@ -134,7 +134,6 @@ class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
         left.settle()
         if autograd.uses_compiled_autograd():
             param.sink.have_leaf()
-            param.sink.prepare(unit)  # what holds gradients back is a leaf as well
         for around in (unit, *unit.around()):
             if around.given is not None:  # the unit with ``given`` may have no parameters
                 around.watch.say_no_plan(
