@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import configure, fully_shard, stream_full_params
-from fsdp_compile.lookout.lookout import lookout
+from fsdp_compile.lookout import lookout
 from fsdp_compile.passes._torch_compat import default_store
 from fsdp_compile.passes.wire.ledger import ledger
 from tests.building import build_graphs_at_once
@@ -108,7 +108,9 @@ def main(case: str, mode: str, rank: int, world: int, port: int, watch_s: float,
         os.dup2(output.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
     build_graphs_at_once()
-    lookout.timeout_s = watch_s
+    lookout.lookout.timeout_s = watch_s
+    if case == "sizes" and rank == 0:
+        lookout._PAUSE_S = watch_s  # on a busy machine it would say where it is before it dies
     store = dist.TCPStore("127.0.0.1", port, is_master=case == "lost" and rank == 0, wait_for_workers=False)
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)

@@ -56,7 +56,7 @@ class ReadTwice(Block):
 
 
 class InARow(Stack):
-    """A stack whose only layer is called twice in a row; the two calls are one use of it."""
+    """A stack that calls its only layer twice in a row. The schedule counts the two calls as one use of the layer."""
 
     def __init__(self) -> None:
         super().__init__(1, tied=True, block=ReadTwice)

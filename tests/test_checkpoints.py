@@ -128,6 +128,7 @@ WAYS: dict[str, tuple[int, Callable[[Saved], Any]]] = {
     "3 ranks, one unit": (3, fully_shard),
     "2 replicas of 2 shards": (4, lambda model: shard(model, mesh=mesh_of("replicate", "shard"))),
 }
+OFTEN = "2 replicas of 2 shards"
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +174,7 @@ def everything_saved(worlds: dict[int, Ranks], tmp_path_factory: pytest.TempPath
     return saved_by(WAYS, worlds, tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.mark.parametrize("way", [*(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[:-1]), pytest.param(list(WAYS)[-1], marks=pytest.mark.more)])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.more if way == OFTEN else pytest.mark.slow) for way in WAYS])
 def test_what_any_way_saved_is_loaded_and_trained_on(worlds: dict[int, Ranks], everything_saved: Any, way: str) -> None:
     worlds[WAYS[way][0]].run(_load, way, *everything_saved)
 

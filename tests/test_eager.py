@@ -565,6 +565,18 @@ def test_a_step_after_an_error_is_right(where: str, index: int, reset: bool) -> 
 
 
 @on_two_ranks
+def test_a_step_after_one_rank_failed_is_right() -> None:
+    """In its loss, so that no rank runs backward."""
+    unsharded, model = pair()
+    model.reset_iter_state()  # before the first forward there is nothing to do
+    loss = local_loss(model, 0)
+    model.reset_iter_state()
+    del loss
+    local_loss(model, 1).backward()
+    assert_same_accumulated(model, unsharded, range(1, 2))
+
+
+@on_two_ranks
 def test_a_forward_without_backward_on_one_rank_does_not_matter() -> None:
     unsharded, model = pair(reshard_after_forward=True)
     gc.disable()

@@ -76,6 +76,40 @@ def test_parameters_are_read_behind_a_break_and_where_dynamo_never_looks() -> No
     train_and_compare(compiled(sharded, "aot_eager", fullgraph=False), sharded, unsharded, steps=2)
 
 
+@on_two_ranks
+def test_steps_may_be_eager_and_frames_reach_the_recompile_limit() -> None:
+    """Compiled blocks in an eager model; a stance that changes; a guard that fails at each call."""
+    unsharded, sharded = pair()
+    compiled_one = compiled(sharded, "aot_eager", fullgraph=False)
+    steps = iter(range(100))
+
+    class Counting(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.step = 0
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.inner(tokens) + 0.0 * self.step  # the guard on step fails at each call
+
+    def every_other(tokens: Tensor) -> Tensor:
+        with torch.compiler.set_stance("force_eager" if next(steps) % 2 else "default"):
+            return compiled_one(tokens)
+
+    train_and_compare(every_other, sharded, unsharded)
+    with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False, specialize_int=True):
+        wrapped = Counting(sharded)
+        counted = compiled(wrapped, "aot_eager", fullgraph=False)
+
+        def run(tokens: Tensor) -> Tensor:
+            wrapped.step += 1
+            return counted(tokens)
+
+        train_and_compare(run, sharded, unsharded)
+    sharded.layers[1].compile(backend="aot_eager", fullgraph=True)
+    train_and_compare(sharded, sharded, unsharded, steps=1)
+
+
 # --- what a graph cannot honour
 
 CHANGES: dict[str, Callable[[Any], Any]] = {

@@ -105,7 +105,7 @@ def test_a_model_that_is_limited_by_the_order_and_its_memory() -> None:
     first = of(found, "forward", "long.weight")
     assert first.cause == DEPENDENCY and first.launched_behind == "begin"
     assert of(found, "forward", "tiny.weight").launched_behind == "begin"
-    # Its memory adds up to the prediction.
+    # What the owners hold at the peak of each graph adds up to the predicted peak.
     [step] = found.steps
     assert max(max(one.owners.alive) for one in step.memory) == step.predicted.peak_bytes
     for one in step.memory:

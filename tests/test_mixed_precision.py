@@ -268,5 +268,4 @@ def test_complex_parameters_train_as_unsharded(two_ranks: Any, backend: str | No
 
 @on_four_ranks
 def test_replicas() -> None:
-    """Eagerly, which sends by the functions that a graph's passes call."""
-    _train(None, replicas=True)
+    _train("aot_eager", replicas=True)

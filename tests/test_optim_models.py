@@ -151,7 +151,7 @@ def test_an_optimizer_that_was_built_before_fsdp1_wrapped_its_model_has_the_shar
 
 @on_two_ranks
 def test_a_compiled_step_trains_as_the_unsharded_model() -> None:
-    """The optimizer's step, of which Dynamo sees that of all kinds, runs as it is behind forward and backward."""
+    """Python runs the optimizer's step, behind the graphs. All kinds inherit one ``step``, so one kind shows it for all."""
     reference, model = twins(lambda: Stack(1, block=Mixed))
     optimizer = muon(shard(model))
 

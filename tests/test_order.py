@@ -112,11 +112,12 @@ MODELS: dict[str, tuple[Callable[[], Any], Tensor]] = {
     "a large embedding": (lambda: shard(Stack(2, vocab=8192)), TOKENS),
     "a tied head": (lambda: shard(Stack(3, tied=True)), TOKENS),
     "checkpointed": (lambda: shard(Checkpointed(3)), TOKENS),
+    "replicas of shards": (lambda: shard(Stack(2), mesh=mesh_of("replicate", "shard")), TOKENS),
     "called twice": (lambda: shard(loop_of(TwiceBlock, 16)()), torch.randn(2, 16)),
-    "a user's collectives": (lambda: shard(Stack(2, block=Averages), mesh=mesh_of("replicate", "shard")), TOKENS),
+    "a user's collectives": (lambda: shard(Stack(2, block=Averages)), TOKENS),
     "convolutions": (lambda: shard(loop_of(ConvBlock, 8)()), torch.randn(2, 8, 6, 8)),
 }
-ALWAYS = (("a user's collectives", True),)
+ALWAYS = (("replicas of shards", True), ("a user's collectives", False))
 
 
 @pytest.mark.usefixtures("fake_group_of_four")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_compile
-from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp_compile.api.classes import sharded_class
 from fsdp_compile.api.fully_shard import make_unit
 from tests.models import Block, Stack
@@ -113,6 +113,7 @@ def _prepared() -> Model:
 CALLS: dict[str, Callable[[nn.Module], Any]] = {
     "one module": fully_shard,
     "slices of two": lambda model: fully_shard(model, reshard_after_forward=2),
+    "replicas": replicate,
     "a compiled module": fully_shard,
 }
 

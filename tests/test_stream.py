@@ -23,8 +23,8 @@ from fsdp_compile import (
     load_full_params,
     stream_full_params,
 )
-from tests.comparing import full, mine, train_and_compare
-from tests.models import EvenBlock, Spread, Stack, mesh_of, pair, shard, twins
+from tests.comparing import full
+from tests.models import EvenBlock, Spread, Stack, mesh_of, shard, twins
 from tests.on_ranks import on_four_ranks, on_three_ranks, on_two_ranks
 from tests.test_meshes import WideBlock, tensor_parallel
 
@@ -62,17 +62,26 @@ def assert_same(came: dict[str, Tensor], expected: dict[str, Tensor], dtype: tor
         assert came[name].dtype == cast.dtype and torch.equal(came[name], cast), name
 
 
-@on_two_ranks
-def test_what_streams_after_a_compiled_step_is_the_unsharded_models() -> None:
-    theirs, ours = pair(make=lambda: Stack(1, tied=True))
-    run = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    train_and_compare(run, ours, theirs, steps=1)
-    came = joined(stream_full_params(run, max_bytes=4000))
-    torch.testing.assert_close(came, dict(theirs.state_dict()), atol=1e-4, rtol=1e-3)
+def test_what_streams_after_a_compiled_step_is_the_unsharded_models(two_ranks: Any) -> None:
+    two_ranks.run(_trained_llama)
+
+
+def _trained_llama() -> None:
+    from tests.test_hugging_face import inputs, made, sharded, train
+
+    theirs = made("llama, tied")
+    ours = sharded(made("llama, tied"), "llama, tied")
+    run = torch.compile(ours, fullgraph=True)
+    train(run, ours, [dist.get_rank()])
+    train(theirs, theirs, [0, 1])
+    came = joined(stream_full_params(run, max_bytes=20_000))
+    expected = theirs.state_dict()
+    assert came.keys() == expected.keys()
+    torch.testing.assert_close(came, dict(expected), atol=1e-5, rtol=0)
     assert_same(came, {name: full(one) for name, one in ours.state_dict().items()})
-    again = shard(Stack(1, tied=True))
+    again = sharded(made("llama, tied", seed=1), "llama, tied")
     assert load_full_params(again, stream_full_params(ours, dtype=torch.float64)) == []
-    torch.testing.assert_close(again(mine()), ours(mine()), atol=0, rtol=0)
+    torch.testing.assert_close(again(**inputs(0)).logits, ours(**inputs(0)).logits, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("dst", [None, 0])
@@ -454,13 +463,13 @@ def test_mistakes_are_named() -> None:
     ):
         with pytest.raises(error, match=words):
             stream_full_params(ours, **settings)
-    for given, words in (
+    for pair, words in (
         (("nothing", torch.ones(1)), "the model has no nothing"),
         (("norm.weight", torch.ones(3, 3)), r"norm.weight has the shape \(16,\), and what came has \(3, 3\)"),
         (("norm.weight", torch.ones(5)), "5 of the 16 rows of norm.weight came, and the others did not"),
     ):
         with pytest.raises(ValueError, match=words):
-            load_full_params(ours, [given])
+            load_full_params(ours, [pair])
     with fsdp_compile.full_params(ours), pytest.raises(RuntimeError, match=r"cannot stream weights while .* is a full"):
         stream_full_params(ours)
     ours.layers[0].register_forward_hook(lambda *_: stream_full_params(ours))

@@ -285,6 +285,7 @@ def test_recomputation_and_its_backward_share_a_gather() -> None:
         loss = loss_of(run(mine()))
     with Wire() as backward:
         loss.backward()
-    # One gather a parameter: a block of 6, embedding, norm, head. Recomputing a block reads all six once.
+    # Each parameter is gathered by itself: the block has six, the root has four. Backward gathers the block's six once,
+    # for the recomputation and for the gradients.
     assert forward.calls["gather"] == 10
     assert backward.calls["gather"] == 6 + 3  # without the embedding, whose rows are looked up

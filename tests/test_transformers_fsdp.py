@@ -59,13 +59,10 @@ def _trained_by_its_fsdp2(folder: Path, kind: str, sizes: dict[str, int], how: s
 
 
 @pytest.mark.parametrize(
-    "sizes, how",
-    [({"fsdp_size": 2}, "whole"), pytest.param({"dp_replicate_size": 2, "fsdp_size": 1}, "eager", marks=pytest.mark.more)],
+    "sizes", [{"fsdp_size": 2}, pytest.param({"dp_replicate_size": 2, "fsdp_size": 1}, marks=pytest.mark.more)]
 )
-def test_transformers_own_fsdp2_compiles_to_trained_by_its_fsdp2(
-    two_ranks: Ranks, tmp_path: Path, sizes: dict[str, int], how: str
-) -> None:
-    two_ranks.run(_trained_by_its_fsdp2, tmp_path, "llama", sizes, how)
+def test_transformers_own_fsdp2_compiles_to_trained_by_its_fsdp2(two_ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
+    two_ranks.run(_trained_by_its_fsdp2, tmp_path, "llama", sizes)
 
 
 @pytest.mark.more

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..core.param import BY_MARKER as BY_MARKER  # for the generated code
-from ..core.param import READS, Mark, beside
-from .reading import WHATS
+from ..core.param import READS, Mark
+from .reading import function_of
 from .sink import Sink
 from .watch import UnitWatch
 
@@ -31,7 +31,7 @@ GETTER = """
 def make(eager_read):
     def read(self):
         traced = torch.compiler.is_dynamo_compiling()
-        how = self.{watch}.reads(self.{fqn}, {name!r}) if traced else None
+        how = {watch}.reads({fqn}, {name!r}) if traced else None
         if how is not None:
             return how(self)
         param = dict.get(self._parameters, {name!r}, MISSING)
@@ -41,9 +41,9 @@ def make(eager_read):
             full = eager_read(self, {name!r}, param)
             if full is not BY_MARKER:
                 return full
-        watch, fqn = self.{watch}, self.{fqn}
-        if not self.{sink}.param.is_cut(param):
-            return as_computed_with(param, self.{sink}, watch, fqn)
+        watch, fqn = {watch}, {fqn}
+        if not {sink}.param.is_cut(param):
+            return as_computed_with(param, {sink}, watch, fqn)
         return watch.reads_registered(fqn, {name!r}, traced)(self, param)
     return read
 """
@@ -71,6 +71,4 @@ def getter(name: str, eager_read: Callable[..., Any], eager_write: Callable[...,
 
 @functools.cache
 def _made(name: str) -> Any:
-    namespace: dict[str, Any] = {}
-    exec(GETTER.format(name=name, **{what: beside(name, what) for what in WHATS}), globals(), namespace)
-    return namespace["make"]
+    return function_of(GETTER, name, globals())

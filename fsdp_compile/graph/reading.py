@@ -5,7 +5,7 @@
     takes "edge", hold       full = unshard(self.LOCAL, self.SINK.full, None, "hold", **watch.spec(fqn))
 
 Dynamo takes a tenth of a millisecond for each instruction that it traces, and a model has hundreds of parameters. So
-this code decides nothing: its instructions are those that end in the graph.
+the code decides nothing that the watch can decide.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch_compat import dtensors, dynamo
+from .._torch_compat import dynamo
 from .._torch_compat.autograd import uses_compiled_autograd
+from .._torch_compat.dtensors import local_tensor as local_tensor  # for the code
 from ..core.accumulation import Mode
 from ..core.param import beside
 
-Given = tuple[str, str, str, str]  # a marker's first arguments: shard, leaf, ticket, and what becomes of the gradient
 unshard = torch.ops.fsdpc.unshard  # for the code
-WHATS = ("watch", "fqn", "local", "edge", "full", "sink", "mesh", "carried")  # that modules hold beside a parameter
+_WHATS = ("watch", "fqn", "local", "edge", "full", "sink", "mesh", "carried")  # that modules hold beside a parameter
+LOCAL, EDGE, DTENSOR, MESH = "{local}", "{edge}", "{sink}.param.shard.to_local()", "{mesh}"
 
 
 class Reading(NamedTuple):
-    """What a read does; expressions have {edge} and the like for what is beside the parameter."""
+    """What a read does. Expressions are code, in which {edge} and the like stand for what is beside the parameter."""
 
-    given: Given | str  # or one expression for all four
+    arguments: str  # the first four of the marker: shard, leaf, ticket, and what becomes of the gradient
     is_traced: bool = True
     is_extended: bool = False  # an all-gather extension takes the place of the marker
     wraps_on: str = ""  # what is gathered becomes a DTensor on this mesh
@@ -41,13 +42,8 @@ class Reading(NamedTuple):
 @functools.cache
 def code_of(name: str, reading: Reading) -> Callable[..., Any]:
     """Return the function that reads a module's parameter ``name`` so; it takes the module, and what is registered."""
-    return _function(name, "def read(self, param=None):\n" + "\n".join(f"    {line}" for line in lines_of(reading)))
-
-
-def lines_of(reading: Reading) -> list[str]:
-    """Return the lines of the function, with {edge} and the like."""
-    given = reading.given if isinstance(reading.given, str) else ", ".join(reading.given)
-    gathered = f"watch.gather(fqn)({given})" if reading.is_extended else f"unshard({given}, **watch.spec(fqn))"
+    arguments = reading.arguments
+    gathered = f"watch.gather(fqn)({arguments})" if reading.is_extended else f"unshard({arguments}, **watch.spec(fqn))"
     if reading.wraps_on:
         gathered = f"watch.wrap(fqn)({gathered}, {reading.wraps_on})"
     gathers = [f"full = {gathered}"]
@@ -55,7 +51,7 @@ def lines_of(reading: Reading) -> list[str]:
         gathers = ["watch.begin_in_front()", *gathers, "watch.end_in_front()"]
     if reading.enables_grad:
         gathers = ["with torch.enable_grad():", *[f"    {line}" for line in gathers]]
-    return [
+    lines = [
         "watch, fqn = {watch}, {fqn}",
         *["full = None", "if watch.gives_again(fqn, 'full'):", "    return full"] * reading.is_traced,
         *gathers,
@@ -64,35 +60,51 @@ def lines_of(reading: Reading) -> list[str]:
         *["watch.keep(fqn, 'full')"] * reading.is_traced,
         "return full",
     ]
+    text = "def read(self, param=None):\n" + "\n".join(f"    {line}" for line in lines)
+    return function_of(text, name, globals())
 
 
 @functools.cache
 def given_to_graphs(name: str) -> Callable[..., Any]:
     """Return the function that reads the full parameter which the eager path gives to graphs."""
-    return _function(name, "def read(self):\n    return {full}")
+    return function_of("def read(self):\n    return {full}", name, globals())
 
 
-def _function(name: str, text: str) -> Callable[..., Any]:
-    namespace: dict[str, Any] = {}
-    exec(text.format(**{what: f"self.{beside(name, what)}" for what in WHATS}), globals(), namespace)
-    made: Callable[..., Any] = namespace["read"]
-    return made
+def function_of(text: str, name: str, known: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function that ``text`` defines, in which names in braces are what is beside the parameter ``name``."""
+    defined: dict[str, Any] = {}
+    exec(text.format(name=name, **{what: f"self.{beside(name, what)}" for what in _WHATS}), known, defined)
+    [made] = defined.values()
+    return made  # type: ignore[no-any-return]
 
 
-def given_of(param: Any, sink: Any, mode: Mode) -> tuple[Any, Any, Any, str]:
-    """Return a marker's first arguments for a shard that is registered, be it the unit's own or another one's.
+def frozen(local: str) -> str:
+    """Return the marker's first arguments for a shard that gets no gradient there."""
+    return f"{local}, None, None, 'reduce'"
 
-    ``torch.func.functional_call`` puts another one in its place. Without an edge, AOTAutograd handles the DTensor.
-    """
-    if not param.requires_grad:
-        return dtensors.local_tensor(param), None, None, "reduce"
+
+def trained(mode: Mode, local: str, edge: str | None, dtensor: str, edge_is_local: bool = False) -> str:
+    """Return the marker's first arguments for a shard that is trained; without an edge, AOTAutograd has the DTensor."""
+    ticket = "{sink}.ticket" if mode.startswith("resume") else "None"
     if mode == "hold":
-        return dtensors.local_tensor(param), sink.full, None, "hold"
+        return f"{local}, {{sink}}.full, None, 'hold'"
     if mode == "resume_over_shards":
-        return dtensors.local_tensor(param), sink.partial, sink.ticket, "over_shards"
-    ticket = sink.ticket if mode == "resume" else None
+        return f"{local}, {{sink}}.partial, {ticket}, 'over_shards'"
     if uses_compiled_autograd():
-        return dtensors.local_tensor(param), sink.leaf, ticket, "reduce"
-    if param is sink.param.shard and sink.edge is not None and not dynamo.traces_backward():
-        return dtensors.local_tensor(param), sink.edge, ticket, "reduce"
-    return param.to_local(), None, ticket, "reduce"
+        return f"{local}, {{sink}}.leaf, {ticket}, 'reduce'"
+    if edge is None:
+        return f"{dtensor}, None, {ticket}, 'reduce'"
+    return f"{edge}, None, {ticket}, 'reduce'" if edge_is_local else f"{local}, {edge}, {ticket}, 'reduce'"
+
+
+def registered(mode: Mode) -> str:
+    """Return the marker's first arguments for the shard that is registered, be it the unit's own or another one.
+
+    ``torch.func.functional_call`` registers another one.
+    """
+    local, dtensor = "local_tensor(param)", "param.to_local()"
+    other = trained(mode, local, None, dtensor)
+    own = other if dynamo.traces_backward() else trained(mode, local, "{sink}.edge", dtensor)
+    is_own = "param is {sink}.param.shard and {sink}.edge is not None"
+    choice = f"({own})" if own == other else f"(({own}) if {is_own} else ({other}))"
+    return f"*({choice} if param.requires_grad else ({frozen(local)}))"

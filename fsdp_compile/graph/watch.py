@@ -21,14 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, dynamo, traced_frames
 from ..core import left
-from ..core.accumulation import Mode
 from ..core.captures import refuse_traced
 from ..core.param import ReadSpec, ShardedParam, Slot
 from ..core.shared import shared
 from ..core.stored import wrapper
 from ..core.unit import Unit
 from .extension import extended_gather
-from .reading import Given, Reading, code_of, given_to_graphs
+from .reading import DTENSOR, EDGE, LOCAL, MESH, Reading, code_of, frozen, given_to_graphs, registered, trained
 
 # What a graph takes of a parameter: the full one, if the eager path runs around the graph and gives it; the local
 # tensor of a frozen one; its edge, which is the local tensor; both of these; or the shard, a DTensor, if the graph has
@@ -85,45 +84,37 @@ class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
         taken = self._takes(fqn)
         if taken is None:
             return None
-        return given_to_graphs(name) if taken == "full" else code_of(name, self._reading(fqn, self._given(fqn, taken)))
+        if taken == "full":
+            return given_to_graphs(name)
+        return code_of(name, self._reading(fqn, self._arguments(fqn, taken)))
 
     def reads_registered(self, fqn: str, name: str, is_traced: bool) -> Callable[..., Any]:
         """Return the function that reads it from a shard that is registered, also where no graph is traced."""
-        reading = self._reading(fqn, "*given_of(param, {sink}, watch.mode(fqn))")
-        return code_of(name, reading if is_traced else reading._replace(is_traced=False, is_in_front=False))
+        return code_of(name, self._reading(fqn, registered(self.unit.mode_of(self._param(fqn))), is_traced))
 
-    def _reading(self, fqn: str, given: Given | str) -> Reading:
+    def _reading(self, fqn: str, arguments: str, is_traced: bool = True) -> Reading:
         param = self._param(fqn)
-        takes_mesh = "{mesh}" if dtensors.MESH_IS_GRAPH_INPUT else "None"
+        mesh = MESH if dtensors.MESH_IS_GRAPH_INPUT else "None"
         return Reading(
-            given,
+            arguments,
+            is_traced,
             is_extended=param.sink.spec.extension is not None,
-            wraps_on="" if param.dtensor is None else takes_mesh,
+            wraps_on="" if param.dtensor is None else mesh,
             is_in_front=dynamo.is_in_body_apart(),
             enables_grad=not torch.is_grad_enabled() and self.records(),
             carried=tuple(param.carried),
         )
 
-    def _given(self, fqn: str, taken: Taken) -> Given:
+    def _arguments(self, fqn: str, taken: Taken) -> str:
         """Return a marker's first arguments, as code."""
-        param, mode = self._param(fqn), self.mode(fqn)
-        local, edge, ticket = "{local}", "{edge}", "{sink}.ticket" if mode.startswith("resume") else "None"
+        param, local = self._param(fqn), LOCAL
         if param.apart is not None:
             names = param.apart.names
-            local = f"({names!r}, {', '.join(f'{{local}}[{name!r}]' for name in names)})"
-        if taken == "local":
-            return local, "None", "None", "'reduce'"
-        if taken == "registered":
-            return "{sink}.param.shard.to_local()", "None", "None", "'reduce'"
-        if mode == "hold":
-            return local, "{sink}.full", "None", "'hold'"
-        if mode == "resume_over_shards":
-            return local, "{sink}.partial", ticket, "'over_shards'"
-        if autograd.uses_compiled_autograd():
-            return local, "{sink}.leaf", ticket, "'reduce'"
-        if param.sink.edge is None:  # AOTAutograd handles the DTensor
-            return "{sink}.param.shard.to_local()", "None", ticket, "'reduce'"
-        return (edge, "None", ticket, "'reduce'") if taken == "edge" else (local, edge, ticket, "'reduce'")
+            local = f"({names!r}, {', '.join(f'{LOCAL}[{name!r}]' for name in names)})"
+        if taken in ("local", "registered"):
+            return frozen(local if taken == "local" else DTENSOR)
+        edge = None if param.sink.edge is None else EDGE
+        return trained(self.unit.mode_of(param), local, edge, DTENSOR, edge_is_local=taken == "edge")
 
     def _takes(self, fqn: str) -> Taken:
         """Return what graphs take of a parameter; None if the user put something else in its place, or into it."""
@@ -159,10 +150,6 @@ class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
     def replaced(self) -> tuple[int, ...]:
         """Indices in ``unit.params`` of the parameters in whose places traced code registered something else."""
         return tuple(place for place, param in enumerate(self.unit.params) if _was_replaced(param))
-
-    def mode(self, fqn: str) -> Mode:
-        """Return what backward does with a parameter's gradient."""
-        return self.unit.mode_of(self._param(fqn))
 
     def spec(self, fqn: str) -> dict[str, Any]:
         """Return the marker's arguments. They are constants of the graph: a guard on each of them would take long."""
@@ -276,7 +263,7 @@ def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
     return param.sink.takes if registered.requires_grad else "local"
 
 
-_ASKED = ("reads", "reads_registered", "replaced", "mode", "spec", "gather", "wrap")
+_ASKED = ("reads", "reads_registered", "replaced", "spec", "gather", "wrap")
 # A frame of the user's that Dynamo gave up on may call these in Python.
 dynamo.leave_all_to_python(UnitWatch.keep, UnitWatch.gives_again, UnitWatch.gave)
 _WHERE = ("keep", "gives_again", "begin_in_front", "end_in_front")  # these depend on where the read is

@@ -90,14 +90,29 @@ def checkpointed(meter: Meter) -> None:
 
 
 def breaks(meter: Meter) -> None:
-    """Two graph breaks in forward, which explain_breaks sees."""
+    """Two graph breaks in forward, which explain_breaks sees. With backward inside the compiled step and compiled
+    autograd, one backward graph."""
     reference, model = models.twins(models.Broken)
     shard(model)
+    if meter.backward_inside:
+        train(meter, model, reference, _step(model, meter.backend))
+        return
     report = fsdp_compile.explain_breaks(model, models.batches(0)[dist.get_rank()])
     meter.require(isinstance(report, fsdp_compile.BreakReport) and not report, "two breaks were not seen")
     meter.require((len(report.breaks), report.num_graphs) == (1, 3), str(report))  # one line of code breaks it twice
     meter.require(isinstance(report.breaks[0], fsdp_compile.GraphBreak), "a break is no GraphBreak")
     train(meter, model, reference, compiled(meter, model, fullgraph=False))
+
+
+def _step(model: nn.Module, backend: str) -> Run:
+    """Forward and backward in one compiled function."""
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = model(tokens)
+        loss.backward()
+        return loss
+
+    return torch.compile(step, backend=backend)
 
 
 def optimizer_in_backward(meter: Meter) -> None:
@@ -117,8 +132,8 @@ def _descend(param: Tensor) -> None:
 
 
 def whole_step(meter: Meter) -> None:
-    """Two graph breaks in forward; backward, which is one graph, clipping and the optimizer in the same compiled step."""
-    reference, model = _exact_twins(models.Broken)
+    """Backward, clipping and the optimizer inside the compiled step."""
+    reference, model = _exact_twins()
     optim, theirs = (torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference))
 
     @torch.compile(backend=meter.backend)
@@ -170,9 +185,9 @@ def _no_graph_of_another_rank() -> contextlib.AbstractContextManager[object]:
     return torch._functorch.config.patch(enable_autograd_cache=False)
 
 
-def _exact_twins(kind: type[models.Tiny] = models.Tiny) -> tuple[Any, Any]:
+def _exact_twins() -> tuple[Any, Any]:
     """(reference, sharded) in float64: an update of a float32 weight is rounded to the weight's last bits."""
-    reference, model = (one.double() for one in models.twins(kind))
+    reference, model = (one.double() for one in models.twins(models.Unrolled))
     return reference, shard(model)
 
 

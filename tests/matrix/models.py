@@ -78,17 +78,24 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 # Graph breaks.
 
 
-class Broken(Tiny):
-    """Two graph breaks, in no loop: Dynamo gives up on frames that break inside one."""
+class Unrolled(Tiny):
+    """No loop around the block: Dynamo gives up on frames that break inside one."""
+
+    def between(self) -> None:
+        """What runs before and behind the block."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        self.breaks()
+        self.between()
         x = self.layers[0](x)
-        self.breaks()
+        self.between()
         return loss_of(self.head(self.norm(x)))
 
-    def breaks(self) -> None:
+
+class Broken(Unrolled):
+    """Two graph breaks."""
+
+    def between(self) -> None:
         torch._dynamo.graph_break()
 
 

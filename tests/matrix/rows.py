@@ -77,10 +77,11 @@ ROWS: tuple[Row, ...] = (
         ranks=4,
     ),
     Row("checkpoint with a selective policy, checkpoint_wrapper", checkpointed),
+    Row("2 graph breaks, compiled autograd", breaks, 4, 1, True),
     # explain_breaks captures three graphs as well.
     Row("2 graph breaks, explain_breaks", breaks, 6, 3, shows="explain_breaks BreakReport GraphBreak"),
     Row("optimizer in backward (hooks)", optimizer_in_backward),
-    Row("2 graph breaks, backward, clipping and SGD inside, compiled autograd", whole_step, None, 1, True),
+    Row("backward, clipping and SGD inside, compiled autograd", whole_step, None, 1, True),
     Row("compiled optimizer step", compiled_optimizer, 3),  # the first makes momenta
     Row("LoRA over a frozen base stored in bf16", lora),
     Row(
