@@ -587,7 +587,7 @@ def test_a_forward_without_backward_on_one_rank_does_not_matter() -> None:
         local_loss(model, 1).backward()
         assert_same_accumulated(model, unsharded, range(1, 2))
         kept = None
-        assert [call for call in running(unit_of(model)).iteration._calls if call() is not None] == []
+        assert [use for use in running(unit_of(model)).iteration._uses if use() is not None] == []
     finally:
         gc.enable()
 
@@ -671,7 +671,7 @@ def test_inputs_in_a_circle_are_refused(partly_frozen: bool) -> None:
         model(circle)
     if partly_frozen:
         assert isinstance(model.scale, DTensor)
-        assert not running(unit_of(model)).calls and not running(unit_of(model)).iteration.depth
+        assert not running(unit_of(model)).uses and not running(unit_of(model)).iteration.depth
     model([torch.ones(4)]).sum().backward()
     torch.testing.assert_close(full(model.scale.grad), torch.ones(4))
 

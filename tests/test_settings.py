@@ -196,7 +196,7 @@ def test_a_member_may_be_skipped() -> None:
         model.zero_grad()
         out = loss(model, step)
         unit = unit_of(model.head)
-        assert unit is not None and running(unit).shared_call is None, "the root's forward ends it"
+        assert unit is not None and running(unit).shared_use is None, "the root's forward ends it"
         out.backward()
         assert_grads_of(model, unsharded, range(step, step + 1))
         assert (model.head.weight.grad is None) == (num_chunks == 0)

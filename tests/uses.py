@@ -15,7 +15,7 @@ from fsdp_compile.core.spec import spec_of
 from fsdp_compile.core.unit import names_in, paths_in, units_in
 from fsdp_compile.passes import Plan
 from fsdp_compile.passes.schedule.schedule import launches
-from fsdp_compile.passes.schedule.uses import Use, outermost, units_around
+from fsdp_compile.passes.schedule.uses import UsedParam, outermost, units_around
 from fsdp_compile.passes.wire.ledger import Called, Issued, ledger
 from fsdp_compile.passes.wire.spec import with_use, without_use
 
@@ -27,12 +27,12 @@ class _Reads(TorchFunctionMode):
 
     def __init__(self, known: dict[int, tuple[str, str, Any]]) -> None:
         super().__init__()
-        self._known, self.uses = known, list[Use]()
+        self._known, self.uses = known, list[UsedParam]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for one in tree_leaves((args, kwargs)) if func.__name__ not in _NO_USE else ():
             if id(one) in self._known:
-                self.uses.append(Use(*self._known[id(one)], (len(self.uses),)))
+                self.uses.append(UsedParam(*self._known[id(one)], (len(self.uses),)))
         return func(*args, **(kwargs or {}))
 
 
@@ -52,7 +52,7 @@ def scheduled(model: nn.Module, plain: nn.Module, run: Callable[[nn.Module], obj
     return schedule(reads.uses, trained)
 
 
-def schedule(uses: Sequence[Use], trained: Collection[str]) -> Plan:
+def schedule(uses: Sequence[UsedParam], trained: Collection[str]) -> Plan:
     """Return the plan of a step whose forward uses these parameters at these places; ``trained`` take a gradient.
 
     A unit that is used again after another one has uses of its own, numbered. Backward has the reverse order. It comes to a unit where forward last used it, or a unit inside it, and to
@@ -62,7 +62,7 @@ def schedule(uses: Sequence[Use], trained: Collection[str]) -> Plan:
     around = units_around({one.unit for one in uses})
     begins = min((one.place[0] for one in uses if without_use(one.fqn) in trained), default=0)
     end = max((one.place[0] for one in uses), default=0)
-    first: dict[str, Use] = {}
+    first: dict[str, UsedParam] = {}
     last: dict[str, int] = {}
     for one in uses:
         first.setdefault(one.fqn, one)
@@ -90,7 +90,7 @@ def schedule(uses: Sequence[Use], trained: Collection[str]) -> Plan:
     )
 
 
-def _told_apart(uses: Sequence[Use]) -> list[Use]:
+def _told_apart(uses: Sequence[UsedParam]) -> list[UsedParam]:
     """Return the uses with the numbers of later ones of a unit in its name, and in those of its parameters."""
     around = units_around({one.unit for one in uses})
     tops = outermost(around)

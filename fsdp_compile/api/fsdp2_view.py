@@ -19,7 +19,7 @@ from ..eager.around import begin, end
 from ..eager.backward import end_backward
 from ..eager.gathered import Gathered
 from ..eager.reduction import Traffic
-from ..eager.running import Call, is_here, running
+from ..eager.running import Use, is_here, running
 from .unit_forward import cast_inputs, cast_outputs
 
 
@@ -91,24 +91,24 @@ class FSDP2View:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._call: Call | None = None  # an eager one, between the two ends of a forward
+        self._use: Use | None = None  # an eager one, between the two ends of a forward
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast the inputs and gather, before code that is not ours calls the unit's module."""
-        self._call = None
+        self._use = None
         args, kwargs = cast_inputs(self._unit, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             return args, kwargs
         reads_are_compiled = dynamo.is_at_work() or dynamo.forward_is_compiled(module)
-        self._call, args, kwargs = begin(self._unit, module, args, kwargs, reads_are_compiled)
-        self._call.ends_with_errors = False
+        self._use, args, kwargs = begin(self._unit, module, args, kwargs, reads_are_compiled)
+        self._use.ends_with_errors = False
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Free or keep the parameters, and cast the outputs, after such code has called the module."""
-        call, self._call = self._call, None
-        if call is not None:
-            output = end(self._unit, module, call, output)
+        use, self._use = self._use, None
+        if use is not None:
+            output = end(self._unit, module, use, output)
         return cast_outputs(self._unit, output)
 
     @property

@@ -17,7 +17,7 @@ from ..core.accumulation import Held
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.backward import reduce_left_over
 from ..eager.reduction import Traffic
-from ..eager.running import Call, recover, running
+from ..eager.running import Use, recover, running
 from ..graph.sink import follow_mode
 from ..passes._torch_compat import group_ranks
 from ..passes.wire import streams
@@ -49,9 +49,9 @@ class FSDPModule(ShardedModule, _FSDP2):
         gathered.free_if_stale()
         gathered.launch()
         run.iteration.touched.setdefault(run)
-        if run.held_call is None:
-            run.held_call = Call(run, gathered)
-            run.held_call.records = True
+        if run.held_use is None:
+            run.held_use = Use(run, gathered)
+            run.held_use.records = True
         if async_op:
             return UnshardHandle(gathered)
         gathered.wait()
@@ -60,9 +60,9 @@ class FSDPModule(ShardedModule, _FSDP2):
     def reshard(self) -> None:
         """Free this unit's gathered parameters."""
         run = running(_unit(self))
-        if run.held_call is not None:
-            run.held_call.forget_reads()
-            run.held_call = None
+        if run.held_use is not None:
+            run.held_use.forget_reads()
+            run.held_use = None
         if autograd.backward_task() is None and run.iteration.pending_handle is None:
             run.iteration.traffic.finish()
         run.free()

@@ -23,7 +23,7 @@ from .._torch_compat import dynamo, traced_frames
 from ..core.extension import halves_of
 from ..core.param import READS, ShardedParam, beside
 from ..core.unit import Unit
-from ..eager.forward import call_of
+from ..eager.forward import use_of
 from . import unit_forward
 
 
@@ -152,12 +152,12 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
         """Whether eager code finds anything but what is registered."""
         module = self._module()
         reads = {} if module is None else module.__dict__.get(READS, {})
-        return any(call_of(owner) is not None for _, owner, _ in reads.values())
+        return any(use_of(owner) is not None for _, owner, _ in reads.values())
 
     def found(self, name: str, registered: Any) -> Any:
         """Return the tensor that eager code finds under ``name``. Dynamo's own code finds what is registered."""
         owner = self._owner(name)
-        if owner is None or call_of(owner) is None or dynamo.is_tracing():
+        if owner is None or use_of(owner) is None or dynamo.is_tracing():
             return registered
         full = getattr(self._module(), name)
         if isinstance(full, Tensor) and full.requires_grad:
@@ -167,19 +167,19 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
     def shard_behind(self, name: str, value: Any) -> Any:
         """Return the shard, if ``value`` is what a read gave the running forward; otherwise ``value``."""
         known = self._known(name)
-        call = None if known is None else call_of(known[1])
-        if call is None or value is None:
+        use = None if known is None else use_of(known[1])
+        if use is None or value is None:
             return value
-        index: Any = call.gathered.index.get(known[0].fqn)
-        was_given = any(value is call.tensors.get((index, recorded)) for recorded in (True, False))
-        return call.gathered.shards[index] if was_given else value
+        index: Any = use.gathered.index.get(known[0].fqn)
+        was_given = any(value is use.tensors.get((index, recorded)) for recorded in (True, False))
+        return use.gathered.shards[index] if was_given else value
 
     def traced(self, name: str) -> bool:
         """Whether a forward of the unit runs or is traced, while Dynamo traces the code that asks."""
         owner = self._owner(name)
         if owner is None:
             return False
-        return call_of(owner) is not None or traced_frames.traces_call_of(owner.modules, unit_forward.__file__)
+        return use_of(owner) is not None or traced_frames.traces_call_of(owner.modules, unit_forward.__file__)
 
     def traced_gave(self, name: str) -> bool:
         """Whether traced code writes back to a parameter's name what a read of it gave."""

@@ -7,7 +7,7 @@ with them. It also stands around other methods that a user registers as forwards
     a graph breaks inside     Dynamo skips this frame and compiles those that it calls: it is the eager path
     not compiled              the eager path
 
-So whenever Python runs inside a unit's forward, for whatever reason, there is a ``Call`` from the beginning of
+So whenever Python runs inside a unit's forward, for whatever reason, there is a ``Use`` from the beginning of
 ``eager_forward`` to its end. Code that reads a parameter then gathers it; code that reads one outside sees the shard.
 """
 

@@ -17,7 +17,7 @@ from ..core.captures import refuse_run
 from ..core.unit import Unit
 from .forward import begin_forward, end_forward, enter
 from .reads import read_all
-from .running import Call
+from .running import Use
 from .trace import span
 
 # Dynamo compiles the frames inside a forward that it left to Python. It must not compile our functions around them.
@@ -39,8 +39,8 @@ def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], ar
         return forward_around_graph(unit, module, forward, args, kwargs)
     abandon = enter(unit)
     try:
-        call, args, kwargs = begin(unit, module, args, kwargs, has_graphs)
-        return end(unit, module, call, forward(module, *args, **kwargs))
+        use, args, kwargs = begin(unit, module, args, kwargs, has_graphs)
+        return end(unit, module, use, forward(module, *args, **kwargs))
     except BaseException as error:
         _fail(unit, abandon, error)
         raise
@@ -50,11 +50,11 @@ def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., A
     """Like ``eager_forward``, for a ``forward`` that is compiled by itself: its graph takes what is gathered here."""
     abandon, given = enter(unit), unit.given
     try:
-        call, args, kwargs = begin(unit, module, args, kwargs, are_compiled=False)
-        _give_all(call)
+        use, args, kwargs = begin(unit, module, args, kwargs, are_compiled=False)
+        _give_all(use)
         output = forward(module, *args, **kwargs)
         unit.give(given)
-        return end(unit, module, call, output)
+        return end(unit, module, use, output)
     except BaseException as error:
         unit.give(given)
         _fail(unit, abandon, error)
@@ -78,17 +78,17 @@ dynamo.leave_all_to_python(can_give, enter, Unit.give)
 
 
 @_not_traced
-def _give_all(call: Call) -> None:
+def _give_all(use: Use) -> None:
     """Have compiled reads take the gathered parameters."""
     for observe in around_observers:
-        observe(call.unit)
-    fulls = dict(zip(call.gathered.index, read_all(call)))
-    call.unit.give(tuple(fulls.get(param.fqn) for param in call.unit.params))
+        observe(use.unit)
+    fulls = dict(zip(use.gathered.index, read_all(use)))
+    use.unit.give(tuple(fulls.get(param.fqn) for param in use.unit.params))
 
 
 @_not_traced
-def begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool) -> tuple[Call, Any, Any]:
-    """Prepare a forward before the module is called; return the ``Call``, and the inputs to call the module with."""
+def begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool) -> tuple[Use, Any, Any]:
+    """Prepare a forward before the module is called; return the ``Use``, and the inputs to call the module with."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         refuse_run(unit.name)
     with span("pre_forward", unit), _naming_circles(unit, "inputs"):
@@ -96,10 +96,10 @@ def begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, are_compiled: b
 
 
 @_not_traced
-def end(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
+def end(unit: Unit, module: nn.Module, use: Use, output: Any) -> Any:
     """End the forward after the module returned; return the output."""
     with span("post_forward", unit), _naming_circles(unit, "outputs"):
-        return end_forward(unit, module, call, output)
+        return end_forward(unit, module, use, output)
 
 
 @_not_traced

@@ -1,9 +1,9 @@
 """The eager path's backward: gather again, prefetch, reduce, free, and clean up at the end.
 
-    enter_backward     backward reached the outputs of a call: gather, launch the gather of the unit that comes next
-    arrive             a gradient of a call is there: launch the reduction of its bucket, if it is the last one of that
-    complete           no more gradients of a call come: free, and reduce what is left, or hold it back
-    leave_backward     backward of the call reads no parameters any more: free
+    enter_backward     backward reached the outputs of a use: gather, launch the gather of the unit that comes next
+    arrive             a gradient of a use is there: launch the reduction of its bucket, if it is the last one of that
+    complete           no more gradients of a use come: free, and reduce what is left, or hold it back
+    leave_backward     backward of the use reads no parameters any more: free
     end_backward       reduce the gradients that are left, free, and wait for the reductions in flight
 """
 
@@ -24,26 +24,26 @@ from ..core.unit import Unit
 from ..passes.wire import streams
 from .gathered import Gathered
 from .reduction import Reduction, deliver, hold_back, with_pending
-from .running import Call, Recording, Running, recover, running
+from .running import Recording, Running, Use, recover, running
 from .trace import span
 
 
-def enter_backward(call: Call) -> None:
-    """Gather when backward reaches the outputs of a forward call, and launch the gathers of what comes next."""
-    run, settings, iteration = call.run, call.unit.settings, call.run.iteration
+def enter_backward(use: Use) -> None:
+    """Gather when backward reaches the outputs of a forward, and launch the gathers of what comes next."""
+    run, settings, iteration = use.run, use.unit.settings, use.run.iteration
     task = autograd.backward_task()
-    if task is not None and call.left_in == task:
+    if task is not None and use.left_in == task:
         return  # an output that is an input passed on, as T5's position bias: its gradient comes later
-    clean_up_at_end(call.unit)
+    clean_up_at_end(use.unit)
     iteration.creates_graph |= torch.is_grad_enabled()
-    run.backward_call = call
-    is_first = call.task != task or task is None
-    if call.task != task:
-        call.task = task
-        run.in_backward.add(call)
+    run.backward_use = use
+    is_first = use.task != task or task is None
+    if use.task != task:
+        use.task = task
+        run.in_backward.add(use)
     if not settings.unshard_in_backward:
         return
-    call.gathered.wait(call.again())
+    use.gathered.wait(use.again())
     if not is_first:
         return  # another output: the units before this one may be done by now
     if settings.backward_prefetch:
@@ -52,35 +52,35 @@ def enter_backward(call: Call) -> None:
             ahead = target.current()
             ahead.launch(ahead.gathered_again({*range(len(ahead.shards))} - ahead.tables))
     else:
-        for coming in iteration.come_after(call):
+        for coming in iteration.come_after(use):
             if coming.unit.settings.unshard_in_backward:
                 coming.gathered.launch(coming.again())
 
 
-def leave_backward(call: Call) -> None:
-    """Free a unit's parameters when backward has finished one of its calls, unless backward of another call runs."""
-    run = call.run
-    if call.task is not None and call.task != autograd.backward_task():
+def leave_backward(use: Use) -> None:
+    """Free a unit's parameters when backward has finished one of its uses, unless backward of another use runs."""
+    run = use.run
+    if use.task is not None and use.task != autograd.backward_task():
         return  # this backward runs inside another one (reentrant checkpointing), which goes on reading
-    call.left_in = autograd.backward_task()
-    run.in_backward.discard(call)
-    call.forget_reads()
-    is_last = call.is_last_in_backward
-    stays = call.unit.keeps or not (call.unit.regather or is_last)
+    use.left_in = autograd.backward_task()
+    run.in_backward.discard(use)
+    use.forget_reads()
+    is_last = use.is_last_in_backward
+    stays = use.unit.keeps or not (use.unit.regather or is_last)
     if not run.in_backward and not stays and not run.iteration.creates_graph:
-        call.gathered.free(and_slices=is_last)
+        use.gathered.free(and_slices=is_last)
 
 
 def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> DTensor | None:
     """Take the gradient of a read (None: it will not come); return it, reduced, if the caller asked autograd for it."""
-    call, gathered = recording.call, recording.call.gathered
-    iteration = call.run.iteration
+    use, gathered = recording.use, recording.use.gathered
+    iteration = use.run.iteration
     if grad is not None and grad.requires_grad:
         raise RuntimeError(
             f"{gathered.params[index].fqn}: FSDP does not support gradients of gradients of parameters, and this one's "
             "was asked for with create_graph=True. Ask for gradients of inputs alone, as a penalty does."
         )
-    clean_up_at_end(call.unit)
+    clean_up_at_end(use.unit)
     if not autograd.in_compiled_autograd():  # which does not call back at its end
         iteration.incomplete.setdefault(recording, autograd.backward_task())
     recording.arrived.add(index)
@@ -91,13 +91,13 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
     elif is_asked_for(shard, leaf):
         recording.delivered.add(index)
         if grad is not None:
-            result = _reduce_asked_for(call.run, gathered, index, grad)
+            result = _reduce_asked_for(use.run, gathered, index, grad)
     else:
         if grad is not None:
             iteration.hooks.hold_back(gathered.shards[index])
             recording.grads[index] = grad
     if recording.arrived >= recording.read:
-        with span("post_backward", call.unit):
+        with span("post_backward", use.unit):
             complete(recording)
     elif grad is not None:
         _reduce_buckets(recording)
@@ -109,9 +109,9 @@ def _reduce_buckets(recording: Recording) -> None:
 
     They wait where partial sums of earlier backwards are to join them, or zeros.
     """
-    call, gathered = recording.call, recording.call.gathered
-    accumulation, iteration = call.unit.accumulation, call.run.iteration
-    joined = not accumulation.all_reduce or accumulation.held.partials or call.unit.settings.reduce_unused
+    use, gathered = recording.use, recording.use.gathered
+    accumulation, iteration = use.unit.accumulation, use.run.iteration
+    joined = not accumulation.all_reduce or accumulation.held.partials or use.unit.settings.reduce_unused
     if joined or not accumulation.sync:
         return
     while (bucket := recording.take_next()) is not None:
@@ -122,27 +122,27 @@ def _reduce_buckets(recording: Recording) -> None:
         if grads:
             begun = recording.reduction
             recording.reduction = iteration.traffic.reduce(gathered, grads, iteration.max_reductions, begun)
-            recording.reduction.more_come |= _more_come_for_hooks(call, grads)
+            recording.reduction.more_come |= _more_come_for_hooks(use, grads)
 
 
 def complete(recording: Recording) -> None:
-    """Free the parameters and reduce the gradients of a call, when no more of them will come."""
-    call, run = recording.call, recording.call.run
+    """Free the parameters and reduce the gradients of a use, when no more of them will come."""
+    use, run = recording.use, recording.use.run
     grads, delivered, begun = recording.grads, recording.delivered, recording.reduction
     recording.forget()
     run.iteration.incomplete.pop(recording, None)
     # Free before the reduction allocates memory. But the rest of this unit's backward may still read a frozen
     # parameter, until it reaches the unit's inputs, or until backward ends where no input requires a gradient.
-    call.gathered.unalias(grads)
-    if not (call.ends_at_inputs or call.read_frozen):
-        leave_backward(call)
-    _reduce(run, call.gathered, grads, delivered, begun, _more_come_for_hooks(call, grads))
+    use.gathered.unalias(grads)
+    if not (use.ends_at_inputs or use.read_frozen):
+        leave_backward(use)
+    _reduce(run, use.gathered, grads, delivered, begun, _more_come_for_hooks(use, grads))
 
 
-def _more_come_for_hooks(call: Call, grads: Collection[int]) -> bool:
+def _more_come_for_hooks(use: Use, grads: Collection[int]) -> bool:
     """Whether some of these gradients have hooks to wait for, and other uses of the unit may add to them."""
-    has_hooks = any(any(autograd.hooks_of(call.gathered.shards[index])) for index in grads)
-    return has_hooks and call.run.iteration.awaits_others(call)
+    has_hooks = any(any(autograd.hooks_of(use.gathered.shards[index])) for index in grads)
+    return has_hooks and use.run.iteration.awaits_others(use)
 
 
 def _reduce(
@@ -155,7 +155,7 @@ def _reduce(
 ) -> None:
     """Reduce gradients, or hold them back.
 
-    Gradients of ``delivered`` parameters need no reduction any more. If some of the call's buckets were launched
+    Gradients of ``delivered`` parameters need no reduction any more. If some of the use's buckets were launched
     already, ``begun`` is their reduction.
     """
     unit, accumulation = run.unit, run.unit.accumulation
@@ -240,11 +240,11 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     if not iteration.manual_finalization:
         reduce_left_over(root)
     for run in iteration.touched:
-        run.backward_call = run.reduced_in = None
+        run.backward_use = run.reduced_in = None
         run.in_backward.clear()
         if not run.unit.keeps:
             run.unit.keeper.free()
-        keeps = iteration.creates_graph or run.calls or run.unit.keeps
+        keeps = iteration.creates_graph or run.uses or run.unit.keeps
         if run.gathered is not None and not keeps:
             run.gathered.free()
     is_last = iteration.is_last_backward and not iteration.manual_finalization

@@ -5,7 +5,7 @@
     free       give the storages back to the allocator; tensors that autograd saved still alias them
     launch     ... and gather again, into the storages that those tensors alias
 
-One object serves every forward call of the unit. ``reads`` has what the calls read, ``backward`` what happens to
+One object serves every use of the unit. ``reads`` has what forwards read, ``backward`` what happens to
 gradients. The buckets, their order and the bytes on the wire are those of a compiled graph
 (passes/schedule/buckets.py, passes/wire/lower.py).
 """
@@ -90,7 +90,7 @@ class Gathered:
         self._versions: list[int] = []
         # The parameters that a backward gathers, and their buckets.
         self._again: tuple[frozenset[int], list[Bucket]] = (frozenset(), [])
-        # The parameters that a call read, and the buckets of their gradients.
+        # The parameters that a use read, and the buckets of their gradients.
         self._together: tuple[frozenset[int], list[frozenset[int]]] = (frozenset(), [])
         # Addresses, when gathered, of shards that one rank holds whole: the full parameter may be the shard itself.
         self._shard_at: dict[int, set[int]] = {}

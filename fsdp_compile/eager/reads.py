@@ -1,4 +1,4 @@
-"""Reads of parameters inside an eager forward, and the autograd nodes that report to its ``Call`` in backward.
+"""Reads of parameters inside an eager forward, and the autograd nodes that report to its ``Use`` in backward.
 
     inputs -> [_Inputs] -> forward -> outputs          backward reaches the outputs: enter_backward
     shard ----[_Read]----^ a read                      _Read's backward: the last one to run reduces, and leaves
@@ -25,107 +25,107 @@ from .._torch_compat import autograd, dynamo, subclasses
 from ..core.containers import map_tensors, tensors_in
 from . import backward
 from .gathered import Bucket
-from .running import Call, Recording, Running, Visit
+from .running import Recording, Running, Use, Visit
 
 
-def gather(call: Call, buckets: Sequence[Bucket]) -> None:
+def gather(use: Use, buckets: Sequence[Bucket]) -> None:
     """Gather those of the buckets that a forward has not gathered yet, and launch the buckets that come next."""
-    buckets = [bucket for bucket in buckets if not call.reached.issuperset(bucket)]
+    buckets = [bucket for bucket in buckets if not use.reached.issuperset(bucket)]
     if not buckets:
         return
-    call.reached.update(index for bucket in buckets for index in bucket)
+    use.reached.update(index for bucket in buckets for index in bucket)
     coming: list[Visit] = []
-    if call in call.run.calls and autograd.backward_task() is None:
-        coming = call.run.iteration.come_to(call, buckets)
-    call.gathered.wait(buckets)
-    for visit in () if call.unit.settings.forward_prefetch else coming:
+    if use in use.run.uses and autograd.backward_task() is None:
+        coming = use.run.iteration.come_to(use, buckets)
+    use.gathered.wait(buckets)
+    for visit in () if use.unit.settings.forward_prefetch else coming:
         prefetch(visit.run, visit)
 
 
 def prefetch(target: Running, visit: Visit | None = None) -> None:
     """Launch the gathers of a unit whose forward comes next, or those of one visit to it; it may not run this time."""
-    gathered = target.gathered if target.calls else target.current()  # a forward may have replaced some by others
+    gathered = target.gathered if target.uses else target.current()  # a forward may have replaced some by others
     if gathered is None or (visit is not None and visit.gathered() is not gathered):
         return  # the visit's buckets are those of parameters that the unit had then
     target.iteration.touched.setdefault(target)
-    if not target.calls:
+    if not target.uses:
         gathered.free_if_stale()
     gathered.launch(None if visit is None else visit.buckets)
 
 
-def read_gathered(call: Call, fqn: str) -> Any:
+def read_gathered(use: Use, fqn: str) -> Any:
     """Return the gathered parameter; None if the user put something else in its place."""
-    call.was_read = True
-    index = call.gathered.index.get(fqn)
+    use.was_read = True
+    index = use.gathered.index.get(fqn)
     if index is None:
         return None
-    if index not in call.reached:
-        some = [call.gathered.buckets[call.gathered.bucket_of[index]]]
-        gather(call, some if call.unit.comes_in_parts else call.gathered.buckets)
-    shard = call.gathered.shards[index]
-    recorded, has_grad = _is_recorded(call, shard), torch.is_grad_enabled()
-    call.read_frozen |= call.records and not (recorded and has_grad)
-    call.looks_up_again |= index in call.gathered.tables and autograd.checkpointed_region() > 0
-    full = call.gathered.full(index)
-    if not call.has_read(index, recorded, full):
-        given = call.given[index]() if index in call.given else None
+    if index not in use.reached:
+        some = [use.gathered.buckets[use.gathered.bucket_of[index]]]
+        gather(use, some if use.unit.comes_in_parts else use.gathered.buckets)
+    shard = use.gathered.shards[index]
+    recorded, has_grad = _is_recorded(use, shard), torch.is_grad_enabled()
+    use.read_frozen |= use.records and not (recorded and has_grad)
+    use.looks_up_again |= index in use.gathered.tables and autograd.checkpointed_region() > 0
+    full = use.gathered.full(index)
+    if not use.has_read(index, recorded, full):
+        given = use.given[index]() if index in use.given else None
         if given is not None and recorded and subclasses.share_storage(given, full):
             full = given
         elif recorded:
-            (full,) = autograd.apply_recorded(_Read, _recording(call), [index], _leaf(shard))
-        _have_read(call, index, recorded, full)
-    if recorded and has_grad and call.recording is not None and (recording := call.recording()) is not None:
+            (full,) = autograd.apply_recorded(_Read, _recording(use), [index], _leaf(shard))
+        _have_read(use, index, recorded, full)
+    if recorded and has_grad and use.recording is not None and (recording := use.recording()) is not None:
         recording.read.add(index)
-    return call.tensors[index, recorded]
+    return use.tensors[index, recorded]
 
 
-def read_all(call: Call) -> list[Tensor]:
-    """Return every gathered parameter, as reads give it, for a graph that runs inside the call.
+def read_all(use: Use) -> list[Tensor]:
+    """Return every gathered parameter, as reads give it, for a graph that runs inside the forward.
 
     They share one autograd node, since the graph has one node too, whose backward finishes with all of them at once.
     So a parameter that the graph did not use takes part as well; else its unit would wait for it until backward ends.
     """
-    call.was_read = True
-    gather(call, call.gathered.buckets)
-    call.looks_up_again |= autograd.checkpointed_region() > 0
-    fulls, shards = call.gathered.wait(), call.gathered.shards
-    recorded = [_is_recorded(call, shard) for shard in shards]
-    call.read_frozen |= not all(recorded) and torch.is_grad_enabled()
-    new = [index for index in range(len(shards)) if recorded[index] and not call.has_read(index, True, fulls[index])]
+    use.was_read = True
+    gather(use, use.gathered.buckets)
+    use.looks_up_again |= autograd.checkpointed_region() > 0
+    fulls, shards = use.gathered.wait(), use.gathered.shards
+    recorded = [_is_recorded(use, shard) for shard in shards]
+    use.read_frozen |= not all(recorded) and torch.is_grad_enabled()
+    new = [index for index in range(len(shards)) if recorded[index] and not use.has_read(index, True, fulls[index])]
     if new:
-        recording = _recording(call)
+        recording = _recording(use)
         recording.read.update(new)
         for index, full in zip(new, _Read.apply(recording, new, *[_leaf(shards[index]) for index in new])):
-            _have_read(call, index, True, full)
+            _have_read(use, index, True, full)
     given = [
-        call.tensors[index, True] if recorded[index] else param.as_read(fulls[index])
-        for index, param in enumerate(call.gathered.params)
+        use.tensors[index, True] if recorded[index] else param.as_read(fulls[index])
+        for index, param in enumerate(use.gathered.params)
     ]
     for index, full in enumerate(given):
-        if index not in call.gathered.tables:
+        if index not in use.gathered.tables:
             dynamo.mark_free_to_save(full)  # its storage is freed; that of a cast would not be
     return given
 
 
-def _is_recorded(call: Call, shard: DTensor) -> bool:
+def _is_recorded(use: Use, shard: DTensor) -> bool:
     """Whether autograd records a read, so that a gradient comes.
 
     It also does if the forward reads under ``no_grad`` or inside a transform: the tensor may be used elsewhere, too.
     """
-    return shard.requires_grad and (call.records or autograd.records_now())
+    return shard.requires_grad and (use.records or autograd.records_now())
 
 
-def _have_read(call: Call, index: int, recorded: bool, full: Tensor) -> None:
-    read = call.tensors[index, recorded] = call.gathered.params[index].as_read(full)
+def _have_read(use: Use, index: int, recorded: bool, full: Tensor) -> None:
+    read = use.tensors[index, recorded] = use.gathered.params[index].as_read(full)
     if recorded and read is full:
-        call.given[index] = TensorWeakRef(full)
+        use.given[index] = TensorWeakRef(full)
 
 
-def _recording(call: Call) -> Recording:
-    recording = None if call.recording is None else call.recording()
+def _recording(use: Use) -> Recording:
+    recording = None if use.recording is None else use.recording()
     if recording is None:
-        recording = Recording(call)
-        call.recording = weakref.ref(recording)
+        recording = Recording(use)
+        use.recording = weakref.ref(recording)
     return recording
 
 
@@ -146,7 +146,7 @@ class _Read(torch.autograd.Function):
         ctx.recording, ctx.indices = recording, indices
         ctx.set_materialize_grads(False)
         autograd.take_gradients_as_produced(ctx, len(indices))
-        fulls = recording.call.gathered.fulls
+        fulls = recording.use.gathered.fulls
         return tuple(fulls[index].detach() for index in indices)
 
     @staticmethod
@@ -160,28 +160,28 @@ class _Inputs(torch.autograd.Function):
     """Passes a unit's inputs on unchanged; its backward ends the unit's backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
+    def forward(ctx: Any, use: Use, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.use = use
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        backward.leave_backward(ctx.call)
+        backward.leave_backward(ctx.use)
         return (None, *grads)
 
 
 dynamo.leave_all_to_python(_Read.backward, _Inputs.backward)
 
 
-def end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def end_at_inputs(use: Use, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the inputs of a forward; for a partly frozen unit, they pass through a node that ends its backward."""
-    some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
+    some_frozen = any(not shard.requires_grad for shard in use.gathered.shards)
     if not some_frozen or not torch.is_grad_enabled() or autograd.in_functorch():
         return args, kwargs  # gradients tell when backward has read everything
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if not inputs:
         return args, kwargs
-    call.ends_at_inputs = True
-    passed = dict(zip(map(id, inputs), _Inputs.apply(call, *inputs)))
+    use.ends_at_inputs = True
+    passed = dict(zip(map(id, inputs), _Inputs.apply(use, *inputs)))
     return map_tensors((args, kwargs), lambda tensor: passed.get(id(tensor), tensor))

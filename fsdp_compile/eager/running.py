@@ -1,8 +1,8 @@
 """The state of a step, as far as it runs eagerly. This is data; ``forward``, ``reads`` and ``backward`` change it.
 
     Running       a unit: what is gathered, which of its forwards run, which backward has reached it
-    Call          one forward of a unit, or several with no other unit between: what reads see, and where backward is
-    Recording     the reads of a call that autograd records, and their gradients until all are there
+    Use           one forward of a unit, or several with no other unit between: what reads see, and where backward is
+    Recording     the reads of a use that autograd records, and their gradients until all are there
     Iteration     what the units under one root share: the order in which they ran, and what is in flight
 """
 
@@ -30,18 +30,18 @@ class Running:
 
     unit: Unit
     gathered: Gathered | None = None
-    calls: list[Call] = field(default_factory=list)  # forwards that are running, innermost last
-    # The call that reads outside of a forward belong to, between unshard() and reshard().
-    held_call: Call | None = None
-    # The call that forwards of the unit share: consecutive ones, and those of its modules if it has several. Some of
+    uses: list[Use] = field(default_factory=list)  # forwards that are running, innermost last
+    # The use that reads outside of a forward belong to, between unshard() and reshard().
+    held_use: Use | None = None
+    # The use that forwards of the unit share: consecutive ones, and those of its modules if it has several. Some of
     # these have yet to run in it.
-    shared_call: Call | None = None
+    shared_use: Use | None = None
     not_run_yet: set[nn.Module] = field(default_factory=set)
-    last_call: weakref.ref[Call] | None = None
-    # The forward call whose backward is running: forwards that checkpointing recomputes use it. After a backward that
-    # raised, its ``task`` is an old one, and the call is stale.
-    backward_call: Call | None = None
-    in_backward: set[Call] = field(default_factory=set)
+    last_use: weakref.ref[Use] | None = None
+    # The use whose backward is running: forwards that checkpointing recomputes use it. After a backward that
+    # raised, its ``task`` is an old one, and the use is stale.
+    backward_use: Use | None = None
+    in_backward: set[Use] = field(default_factory=set)
     reduced_in: int | None = None
     awaited_in: int = -1  # number of the last forward that a backward of the unit may come from
     warned_of_view: bool = False
@@ -54,7 +54,7 @@ class Running:
     @property
     def runs_forward(self) -> bool:
         """Whether a forward of this unit, or of one around it, is running."""
-        return bool(self.calls) or any(running(unit).calls for unit in self.unit.around())
+        return bool(self.uses) or any(running(unit).uses for unit in self.unit.around())
 
     def current(self) -> Gathered:
         """Return the unit's full parameters: a new object if its parameters or their settings changed."""
@@ -66,8 +66,8 @@ class Running:
 
     def forget(self) -> None:
         """Reset the state to that at the beginning of a step."""
-        self.calls.clear()
-        self.held_call = self.shared_call = self.backward_call = self.reduced_in = None
+        self.uses.clear()
+        self.held_use = self.shared_use = self.backward_use = self.reduced_in = None
         self.in_backward.clear()
         self.not_run_yet.clear()
         self.free()
@@ -93,20 +93,20 @@ def running(unit: Unit) -> Running:
     return known
 
 
-class Call:
+class Use:
     """One forward of a unit, and those that follow it with no other unit between: a use, for the schedule."""
 
     def __init__(self, run: Running, gathered: Gathered) -> None:
         self.run = run
         self.gathered = gathered
-        # The unit's call before this one, whose backward comes later.
-        self.before, run.last_call = run.last_call, weakref.ref(self)
+        # The unit's use before this one, whose backward comes later.
+        self.before, run.last_use = run.last_use, weakref.ref(self)
         self.reached: set[int] = set()  # the parameters in the buckets that it gathered
-        self.place = 0  # among the calls that await backward
+        self.place = 0  # among the uses that await backward
         self.forward_number = run.iteration.forward_number
         self.task: int | None = None  # number of the backward that reached the outputs
         self.left_in: int | None = None  # number of the backward that finished with it
-        self.is_in_backward = False  # reentrant checkpointing made the call while a backward runs
+        self.is_in_backward = False  # reentrant checkpointing made it while a backward runs
         # False if code that is not ours calls the forward: we are not told when that forward raises.
         self.ends_with_errors = True
         # An autograd node at the inputs tells when backward is through with the unit.
@@ -118,13 +118,13 @@ class Call:
         self.region = 0  # number of the checkpointed region around the last forward
         self.looks_up_again = False  # in a checkpointed region, which backward runs once more
         self.read_frozen = False  # autograd may have saved one, and no gradient is sure to come for it
-        # What reads return, by index and whether autograd recorded them. Autograd's nodes refer to the call, so they
+        # What reads return, by index and whether autograd recorded them. Autograd's nodes refer to the use, so they
         # are kept only while a forward runs.
         self.tensors: dict[tuple[int, bool], Any] = {}
         self._read_of: dict[int, Any] = {}  # the full parameters that these were made of, by index
         # The recorded ones, as long as somebody holds them: a forward that backward recomputes reads the same tensors.
         self.given: dict[int, TensorWeakRef] = {}
-        # Weak: if garbage collection decided which calls await backward, ranks would differ.
+        # Weak: if garbage collection decided which uses await backward, ranks would differ.
         self.recording: weakref.ref[Recording] | None = None
 
     @property
@@ -133,7 +133,7 @@ class Call:
 
     @property
     def is_last_in_backward(self) -> bool:
-        """Whether no call of the unit before this one, in the same forward of the root, awaits its backward."""
+        """Whether no use of the unit before this one, in the same forward of the root, awaits its backward."""
         before = None if self.before is None else self.before()
         return before is None or before.left_in is not None or before.forward_number != self.forward_number
 
@@ -165,8 +165,8 @@ class Call:
 class Recording:
     """The parameters that a forward read while autograd recorded, and their gradients until all are there."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, use: Use) -> None:
+        self.use = use
         self.read: set[int] = set()
         self.arrived: set[int] = set()
         self.grads: dict[int, Tensor] = {}
@@ -176,7 +176,7 @@ class Recording:
 
     def take_next(self) -> frozenset[int] | None:
         """Return the next bucket to reduce, if its gradients are all there; each bucket once."""
-        buckets = self.call.gathered.reduced_together(self.read)
+        buckets = self.use.gathered.reduced_together(self.read)
         if self._num_reduced == len(buckets) or not buckets[self._num_reduced] <= self.arrived:
             return None
         self._num_reduced += 1
@@ -207,12 +207,12 @@ class Iteration:
         # Forward: what the last one gathered, in its order, and what the running one has gathered.
         self._last_forward: list[Visit] = []
         self._this_forward: list[Visit] = []
-        self._ended: list[Call] = []  # forwards of these have ended; their next ones may come without gathering
+        self._ended: list[Use] = []  # forwards of these have ended; their next ones may come without gathering
         self.depth = 0  # unit forwards that run, outside of backward
         self.forward_number = 0  # counts forwards of the root
         self.has_run = False  # the root's forward, eagerly
-        # Backward: calls in the order in which their forwards ended.
-        self._calls: list[weakref.ref[Call]] = []
+        # Backward: uses in the order in which their forwards ended.
+        self._uses: list[weakref.ref[Use]] = []
         # Running backwards, a nested one after the one around it; each with autograd's callback for its end.
         self.tasks: dict[int | None, weakref.ref[Any]] = {}
         self.max_reductions = 1  # that may be in flight in the running backward
@@ -231,94 +231,94 @@ class Iteration:
         self.manual_finalization |= inner.manual_finalization
         self.traffic = inner.traffic
 
-    def come_to(self, call: Call, buckets: Sequence[Bucket]) -> list[Visit]:
+    def come_to(self, use: Use, buckets: Sequence[Bucket]) -> list[Visit]:
         """Note that a forward needs these buckets now; return what comes with them and after them, as the last time."""
-        run, last, this = call.run, self._last_forward, self._this_forward
+        run, last, this = use.run, self._last_forward, self._this_forward
         self.touched.setdefault(run)
-        self.end_calls()
-        if call.unit.comes_in_parts and this and this[-1].run is run:
+        self.end_uses()
+        if use.unit.comes_in_parts and this and this[-1].run is run:
             this[-1].buckets += buckets
             return []
         place = len(this)
-        this.append(Visit(run, weakref.ref(call.gathered), [*buckets]))
+        this.append(Visit(run, weakref.ref(use.gathered), [*buckets]))
         return last[place : place + 2] if place < len(last) and last[place].run is run else []
 
-    def has_ended(self, call: Call) -> None:
-        """Note that a forward of the call has ended. If the unit's next one comes at once, it shares the call."""
-        self._ended.append(call)
+    def has_ended(self, use: Use) -> None:
+        """Note that a forward of the use has ended. If the unit's next one comes at once, it is of the same use."""
+        self._ended.append(use)
 
-    def goes_on(self, call: Call) -> None:
-        """Note that a forward shares a call. If it comes at once, the calls of units inside may go on as well."""
-        if call in self._ended:
-            self._ended.remove(call)
-        elif call not in call.run.calls:  # of another module of the unit: those of other units have run since
-            self.end_calls()
+    def goes_on(self, use: Use) -> None:
+        """Note that a forward goes on with a use. If it comes at once, the uses of units inside may go on as well."""
+        if use in self._ended:
+            self._ended.remove(use)
+        elif use not in use.run.uses:  # of another module of the unit: those of other units have run since
+            self.end_uses()
 
-    def end_calls(self) -> None:
-        """Free or keep the parameters of calls whose forwards have ended."""
+    def end_uses(self) -> None:
+        """Free or keep the parameters of uses whose forwards have ended."""
         ended, self._ended = self._ended, []
-        for call in ended:
-            self._end(call)
+        for use in ended:
+            self._end(use)
 
-    def _end(self, call: Call) -> None:
-        run, unit = call.run, call.unit
-        if run.shared_call is call:
-            run.shared_call, run.not_run_yet = None, set()
-        call.forget_reads()
-        if call.has_outputs and call.was_read:
-            self._awaits_backward(call)
-        if call.has_outputs or call.is_transformed:
+    def _end(self, use: Use) -> None:
+        run, unit = use.run, use.unit
+        if run.shared_use is use:
+            run.shared_use, run.not_run_yet = None, set()
+        use.forget_reads()
+        if use.has_outputs and use.was_read:
+            self._awaits_backward(use)
+        if use.has_outputs or use.is_transformed:
             run.awaited_in = self.forward_number
-        if run.calls or not call.gathered.is_here or call.is_transformed:
+        if run.uses or not use.gathered.is_here or use.is_transformed:
             return  # a transform may run a backward that is not seen here: the next forward frees
-        run.held_call = None
-        if call.has_outputs and unit.post_forward is not None:
-            call.gathered.free_but_a_slice()
+        run.held_use = None
+        if use.has_outputs and unit.post_forward is not None:
+            use.gathered.free_but_a_slice()
         elif unit.regather:
-            call.gathered.free()
+            use.gathered.free()
 
     def end_forward(self) -> None:
-        """End the outermost forward and its unfinished calls, and free the parameters that no backward awaits."""
+        """End the outermost forward and its unfinished uses, and free the parameters that no backward awaits."""
         self._last_forward, self._this_forward = self._this_forward, []
         runs = list(dict.fromkeys(visit.run for visit in self._last_forward))
         for run in runs:
-            if run.shared_call is not None and run.shared_call not in self._ended:
-                self._ended.append(run.shared_call)
-        self.end_calls()
+            if run.shared_use is not None and run.shared_use not in self._ended:
+                self._ended.append(run.shared_use)
+        self.end_uses()
         for run in runs:
-            if run.gathered is not None and run.awaited_in != self.forward_number and not run.calls:
+            if run.gathered is not None and run.awaited_in != self.forward_number and not run.uses:
                 run.gathered.free()
-        self._calls = [reference for reference in self._calls if reference() is not None]
-        for place, reference in enumerate(self._calls):
-            if (call := reference()) is not None:
-                call.place = place
+        self._uses = [reference for reference in self._uses if reference() is not None]
+        for place, reference in enumerate(self._uses):
+            if (use := reference()) is not None:
+                use.place = place
 
     def abandon_forward(self) -> None:
         self._this_forward, self._ended = [], []
 
-    def _awaits_backward(self, call: Call) -> None:
-        call.place = len(self._calls)
-        self._calls.append(weakref.ref(call))
+    def _awaits_backward(self, use: Use) -> None:
+        use.place = len(self._uses)
+        self._uses.append(weakref.ref(use))
 
-    def come_after(self, call: Call) -> Iterator[Call]:
-        """Yield the call whose backward comes next after that of ``call``, of the same root forward.
+    def come_after(self, use: Use) -> Iterator[Use]:
+        """Yield the use whose backward comes next after that of ``use``, of the same root forward.
 
-        In a checkpointed region, which runs once more before its backward, all calls of the region come next, and
+        In a checkpointed region, which runs once more before its backward, all uses of the region come next, and
         then one before it. Calls that another forward left behind may exist on one rank and be gone on the next.
         """
-        for place in range(call.place - 1, -1, -1):
-            earlier = self._calls[place]()
-            if earlier is not None and earlier.forward_number != call.forward_number:
+        for place in range(use.place - 1, -1, -1):
+            earlier = self._uses[place]()
+            if earlier is not None and earlier.forward_number != use.forward_number:
                 break
             if earlier is not None:
                 yield earlier
-                if not call.region or earlier.region != call.region:
+                if not use.region or earlier.region != use.region:
                     break
 
-    def awaits_others(self, call: Call) -> bool:
-        """Whether other uses of the call's unit await their backward, which may be this one or a later one."""
-        known = (reference() for reference in self._calls)
-        others = (one for one in known if one is not None and one is not call and one.run is call.run)
+    def awaits_others(self, use: Use) -> bool:
+        """Whether other uses of the same unit await their backward, which may be this one or a later one."""
+        known = (reference() for reference in self._uses)
+        others = (one for one in known if one is not None and one is not use and one.run is use.run)
         return any(one.left_in is None for one in others)
 
     def forget_raised(self) -> None:

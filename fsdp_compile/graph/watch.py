@@ -168,8 +168,8 @@ class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
     def records(self) -> bool:
         """Whether a read under ``no_grad`` is recorded: a training forward may use the tensor outside of it as well."""
         run = self.unit.running
-        calls = [] if run is None else run.calls  # some, if a graph broke
-        return bool(calls[-1].records) if calls else dynamo.traces_with_grad()
+        uses = [] if run is None else run.uses  # some, if a graph broke
+        return bool(uses[-1].records) if uses else dynamo.traces_with_grad()
 
     def keep(self, fqn: str, local: str) -> None:
         """Make what a read gave an ``nn.Parameter``, and have later reads in the same graph give it again."""

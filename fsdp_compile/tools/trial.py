@@ -59,7 +59,7 @@ def trial(model: nn.Module) -> Iterator[None]:
         for root in roots:
             running(root).own_iteration = Iteration()
         for unit in units:
-            running(unit).gathered = running(unit).held_call = None
+            running(unit).gathered = running(unit).held_use = None
             unit.accumulation.held = Held()
         for param in params:
             param.grad = None

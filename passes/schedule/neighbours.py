@@ -16,12 +16,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ..wire.layout import NEIGHBOURS, bucket_limits
 from ..wire.spec import ParamSpec
-from .uses import Use, by_unit
+from .uses import UsedParam, by_unit
 
 _SHARE_OF_ENDS = 8  # the group at the end that nothing hides may have an eighth of the limit
 
 
-def with_neighbours(uses: Sequence[Use], small_end: int) -> list[Use]:
+def with_neighbours(uses: Sequence[UsedParam], small_end: int) -> list[UsedParam]:
     """Return the uses in the order of their turns, each with the name of the group that its unit travels in.
 
     ``small_end`` is 0 if the first group is to be small, as for gathers: a unit has its turn when its first parameter

@@ -39,7 +39,7 @@ from .activations import compute_again
 from .schedule import SentParam, launches
 from .slices import slice_these
 from .structure import structure_of
-from .uses import Use, first_read
+from .uses import UsedParam, first_read
 
 
 def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
@@ -58,9 +58,9 @@ class StepUses:
     """What a step uses of its parameters, and what becomes of these: its launches are planned by nothing else."""
 
     becomes: Plan  # without launches
-    forward: tuple[Use, ...]
-    again: tuple[Use, ...]  # in backward
-    reduces: tuple[Use, ...]
+    forward: tuple[UsedParam, ...]
+    again: tuple[UsedParam, ...]  # in backward
+    reduces: tuple[UsedParam, ...]
     found: frozenset[str]  # units that backward finds gathered, whole or in part
     sources: frozenset[str]  # parameters of which other tensors are computed: kept, these or those are saved
 
@@ -93,7 +93,7 @@ def uses_of(graph: fx.Graph) -> StepUses:
     return StepUses(
         plan,
         forward=tuple(_uses(in_forward, lambda one: first_read(one, place))),
-        again=tuple(Use(one.unit, one.fqn, one.spec, structure.again[one.node]) for one in again),
+        again=tuple(UsedParam(one.unit, one.fqn, one.spec, structure.again[one.node]) for one in again),
         # Autograd's order; what stands before it may depend on a batch of one.
         reduces=tuple(_uses(reduces, place.__getitem__)),
         # A kept weight has one gather, of its first use; later uses have reductions alone.
@@ -202,13 +202,13 @@ def plan_graph(graph: fx.Graph, stage: str) -> Plan:
     return launches(
         stage,
         _uses(unshards, lambda one: first_read(one, place)),
-        [Use(one.unit, one.fqn, one.spec, (place[source_of(one.shard, passes_on)],)) for one in reduces],
+        [UsedParam(one.unit, one.fqn, one.spec, (place[source_of(one.shard, passes_on)],)) for one in reduces],
         backwards=stage == "backward",
     )
 
 
-def _uses(found: Sequence[Marker], place_of: Callable[[fx.Node], int]) -> list[Use]:
-    return [Use(one.unit, one.fqn, one.spec, (place_of(one.node),)) for one in found]
+def _uses(found: Sequence[Marker], place_of: Callable[[fx.Node], int]) -> list[UsedParam]:
+    return [UsedParam(one.unit, one.fqn, one.spec, (place_of(one.node),)) for one in found]
 
 
 def step_of(graph: fx.Graph) -> Plan | None:

@@ -21,7 +21,7 @@ from ..ir.plan import Bucket, Plan
 from ..wire.spec import ParamSpec, without_use
 from .buckets import gather_buckets, reduce_buckets
 from .neighbours import with_neighbours
-from .uses import Turn, Use, by_unit, outermost, units_around
+from .uses import Turn, UsedParam, by_unit, outermost, units_around
 
 # The order of what is launched at one place; ``_BEHIND`` are gathers that wait for a reduction.
 _GATHERS, _REDUCTIONS, _BEHIND = 0, 1, 2
@@ -38,8 +38,8 @@ class SentParam(Protocol):
 
 def launches(
     stage: str,
-    gathers: Sequence[Use],
-    reduces: Sequence[Use],
+    gathers: Sequence[UsedParam],
+    reduces: Sequence[UsedParam],
     *,
     backwards: bool = False,
     phase: int = 0,
@@ -62,7 +62,7 @@ def launches(
     )
 
 
-def _placed_gathers(uses: Sequence[Use], backwards: bool) -> list[tuple[int, Bucket]]:
+def _placed_gathers(uses: Sequence[UsedParam], backwards: bool) -> list[tuple[int, Bucket]]:
     """Return the gathers in the order of launch, each with the place that it is for."""
     units = by_unit(with_neighbours(uses, small_end=0))
     around = units_around(units)
@@ -81,7 +81,7 @@ def _placed_gathers(uses: Sequence[Use], backwards: bool) -> list[tuple[int, Buc
     return [(place, bucket) for (place, _), *_, bucket in sorted(placed, key=lambda one: one[:3])]
 
 
-def _placed_reductions(uses: Sequence[Use]) -> list[tuple[int, Bucket]]:
+def _placed_reductions(uses: Sequence[UsedParam]) -> list[tuple[int, Bucket]]:
     """Return the reductions in the order of launch, each with the place where its gradients are there.
 
     A unit's buckets have their own order, so a reduction waits for those before it.

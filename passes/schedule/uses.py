@@ -17,7 +17,7 @@ Turn = tuple[int, tuple[int | str, ...]]
 
 
 @dataclass(frozen=True)
-class Use:
+class UsedParam:
     """A parameter, and where a step uses it; of a reduction, where the gradient is there."""
 
     unit: str
