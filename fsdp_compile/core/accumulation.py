@@ -29,17 +29,16 @@ class Held:
     partials: dict[str, Tensor] = field(default_factory=dict)  # summed over the shards, not yet over the replicas
     # Reduced gradients of shards with hooks: the hooks run on the sum of all uses in a backward.
     for_hooks: dict[str, Tensor] = field(default_factory=dict)
-    begun: set[str] = field(default_factory=set)  # FQNs with gradients of the running backward alone
-    grown: set[str] = field(default_factory=set)  # FQNs with gradients of earlier backwards, too
-    arrived: set[str] = field(default_factory=set)  # FQNs whose shards have got theirs
+    # What became of them in the running backward: begun in it; grown by it, as earlier backwards had some; or given to
+    # the shard, with what it was grown by.
+    became: dict[str, Literal["begun", "grown", "given"]] = field(default_factory=dict)
 
     def note(self, fqn: str, is_there: bool) -> None:
         """Note that this backward holds a gradient back; ``is_there`` says whether one waits already."""
-        if is_there and fqn not in self.begun:
-            self.grown.add(fqn)
-            self.arrived.discard(fqn)
-        elif fqn not in self.grown:
-            self.begun.add(fqn)
+        if is_there and self.became.get(fqn) != "begun":
+            self.became[fqn] = "grown"
+        else:
+            self.became.setdefault(fqn, "begun")
 
     def take(self, fqn: str) -> Tensor:
         """Remove and return the full gradient that waits, for this backward to reduce with its own."""
@@ -47,23 +46,21 @@ class Held:
         return self.pending.pop(fqn)
 
     def note_arrival(self, fqn: str) -> None:
-        """Note that a shard has got its gradient, in a backward that took what waited for it."""
-        if self.grown:
-            self.arrived.add(fqn)
+        """Note that a shard has got its gradient, with what waited for it."""
+        if self.became.get(fqn) == "grown":
+            self.became[fqn] = "given"
 
     def end_backward(self) -> None:
-        self.begun.clear()
-        self.grown.clear()
-        self.arrived.clear()
+        self.became.clear()
 
     def undo_backward(self) -> tuple[set[str], set[str]]:
         """Drop what a backward that raised held back; return which earlier sums it has added to, and which it lost."""
-        for fqn in self.begun:
+        for fqn in [fqn for fqn, state in self.became.items() if state == "begun"]:
             self.pending.pop(fqn, None)
             self.partials.pop(fqn, None)
         self.for_hooks.clear()
-        grown = set(self.grown)
-        lost = grown - self.arrived - self.pending.keys() - self.partials.keys()
+        grown = {fqn for fqn, state in self.became.items() if state != "begun"}
+        lost = {fqn for fqn in grown if self.became[fqn] == "grown"} - self.pending.keys() - self.partials.keys()
         self.end_backward()
         return grown - lost, lost
 
