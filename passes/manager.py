@@ -26,6 +26,7 @@ from .apply.write_out import write_out
 from .budget.budget import Budget, plan_within
 from .cost.profiles import HardwareProfile
 from .cost.roofline import sent_by
+from .ir.markers import spec_in
 from .ir.meta import SHARED
 from .ir.nodes import copied, tangents_of
 from .ir.phases import has_phases, number_phases
@@ -191,7 +192,7 @@ class PassManager(CustomGraphPass):
         return min((choice.kept_states_bytes for choice in choices if choice is not None), default=None)
 
     def _plan_of_step(self, graph: fx.Graph) -> Plan:
-        asked_for = {str(node.kwargs["step"]) for node in unshard_nodes(graph)}
+        asked_for = {spec_in(node).step for node in unshard_nodes(graph)}
         if len(asked_for) > 1:
             raise ValueError("a graph reads models that were given different plans, or budgets. Compile them apart.")
         asked = "".join(asked_for)
@@ -204,7 +205,7 @@ class PassManager(CustomGraphPass):
         return plan
 
     def _plan_of_whole(self, graph: fx.Graph) -> Plan:
-        if any(node.kwargs["step"] in (*self._given, *self._budgets) for node in unshard_nodes(graph)):
+        if any(spec_in(node).step in (*self._given, *self._budgets) for node in unshard_nodes(graph)):
             raise ValueError(
                 "a plan or a memory_budget was given for a model whose backward is traced into the graph of its "
                 "forward, which follows none. Set torch._dynamo.config.trace_autograd_ops to False, or give neither."
@@ -215,7 +216,7 @@ class PassManager(CustomGraphPass):
         watched = bool(self.observers) or any(one.wants_graphs() for one in self.listeners)
         counts = len(unshard_nodes(graph)), len(reduce_nodes(graph))
         step = step_of(graph)
-        asked = {str(node.kwargs["step"]) for node in unshard_nodes(graph)}
+        asked = {spec_in(node).step for node in unshard_nodes(graph)}
         ranks = {group: compat.group_ranks(group) for group in _all_groups(graph)} if watched else {}
         records = []
         snapshots = [copied(graph)] if watched else []

@@ -33,6 +33,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fsdp_compile.api.classes import refresh
 from fsdp_compile.core.unit import Unit, units_in
 from fsdp_compile.passes.ir.aliases import base_of
+from fsdp_compile.passes.ir.markers import change_spec, spec_in, unshard
+from fsdp_compile.passes.ir.provenance import reduce_nodes, unshard_nodes
 from fsdp_compile.passes.wire.copies import to_device
 
 GPU = torch.device("cuda", 0)
@@ -118,7 +120,12 @@ def _on_gpu(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         device = node.kwargs.get("device")
         if node.op == "call_function" and device:
             node.kwargs = {**node.kwargs, "device": str(GPU) if isinstance(device, str) else GPU}
-            if isinstance(device, str) and ("unshard" in node.name or node.target is to_device):
+            if isinstance(device, str) and node.target is to_device:
+                on_cpu.add(base_of(node.args[0]))
+    for node in (*unshard_nodes(module.graph), *reduce_nodes(module.graph)):
+        if spec_in(node).device:
+            change_spec(node, device=str(GPU))
+            if node.target is unshard:
                 on_cpu.add(base_of(node.args[0]))
     module.recompile()
     stays = [node in on_cpu for node in module.graph.find_nodes(op="placeholder")]

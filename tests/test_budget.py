@@ -27,6 +27,7 @@ from fsdp_compile.passes.budget.budget import default_profile
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, choose, keepable
 from fsdp_compile.passes.budget.trial import trial_of
 from fsdp_compile.passes.ir.aliases import tensor_bytes
+from fsdp_compile.passes.ir.markers import change_spec
 from fsdp_compile.passes.ir.plan import Candidate, Choice
 from fsdp_compile.passes.ir.provenance import settle_names
 from fsdp_compile.passes.ranks import agree
@@ -137,7 +138,7 @@ def test_nothing_is_kept_where_no_time_is_saved() -> None:
 def test_units_that_were_told_to_keep_are_gathered_again_where_the_budget_wants_it() -> None:
     graph = five_products()
     for node in graph.find_nodes(op="call_function", target=torch.ops.fsdpc.unshard.default):
-        node.update_kwarg("regather", False)
+        change_spec(node, regather=False)
     assert plan_joint(graph).keep == WEIGHTS
     best, _ = choose(graph, lambda again: (PEAK + 16) * KIB, TOY, GROUPS)
     assert best.figures.kept == frozenset(WEIGHTS[2:])

@@ -11,6 +11,7 @@ from torch import fx
 
 from fsdp_compile import configure
 from fsdp_compile.passes import Plan
+from fsdp_compile.passes.ir.markers import change_spec
 from fsdp_compile.passes.schedule.given import fitted
 from fsdp_compile.passes.schedule.planner import plan_joint
 from tests.comparing import assert_same_grads, batches, loss_of, mine, reference_backward
@@ -102,7 +103,7 @@ def _ahead(plan: Plan, num_units: int, in_halves: int) -> Plan:
 def graph() -> fx.Graph:
     """A step of five units, one of which lets nobody share its bucket."""
     graph = five_products()
-    graph.find_nodes(op="call_function", target=torch.ops.fsdpc.unshard.default)[0].update_kwarg("bucketing", "none")
+    change_spec(graph.find_nodes(op="call_function", target=torch.ops.fsdpc.unshard.default)[0], bucketing="none")
     return graph
 
 

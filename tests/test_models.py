@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard, passes
+from fsdp_compile.passes.ir.markers import spec_in
 from tests.compiling import num_graphs
 from tests.models import (
     PLAIN,
@@ -194,7 +195,7 @@ def _values(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
 
 
 def _fqns(markers: Any) -> list[str]:
-    return [str(node.kwargs["fqn"]) for node in markers]
+    return [spec_in(node).fqn for node in markers]
 
 
 def _floating_to(dtype: torch.dtype, batch: Batch) -> Batch:

@@ -29,6 +29,7 @@ from fsdp_compile.api.classes import refresh
 from fsdp_compile.core.accumulation import Held
 from fsdp_compile.core.unit import Unit, units_in
 from fsdp_compile.passes.ir import markers
+from fsdp_compile.passes.ir.markers import spec_in
 from fsdp_compile.passes.ir.provenance import unshard_nodes
 from tests.comparing import (
     assert_same_grads,
@@ -244,10 +245,10 @@ def test_only_full_parameters_and_their_gradients_are_on_the_device() -> None:
 
         return make_boxed_compiler(compiler)
 
-    its_spec = spec(device="meta", dtype=torch.bfloat16).kwargs()
+    its_spec = spec(device="meta", dtype=torch.bfloat16).text
 
     def product(x: Tensor, shard: Tensor, edge: Tensor) -> Tensor:
-        return torch.mm(x, markers.unshard(shard, edge, None, "reduce", **its_spec))
+        return torch.mm(x, markers.unshard(shard, edge, None, "reduce", spec=its_spec))
 
     with FakeTensorMode():
         x = torch.empty(5, 4, device="meta", dtype=torch.bfloat16, requires_grad=True)
@@ -280,7 +281,7 @@ def test_markers_say_where_a_shard_must_be_copied_to(policy: Any, mesh: str, cop
     with recorded() as seen:
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(2, 8, device=mesh))
     (joint,) = seen
-    assert [node.kwargs["device"] for node in unshard_nodes(joint.graph)] == [copied_to] * 2
+    assert [spec_in(node).device for node in unshard_nodes(joint.graph)] == [copied_to] * 2
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
@@ -318,6 +319,6 @@ def test_edges_and_gradients_are_on_the_cpu_and_what_is_held_back_on_the_device(
 
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_a_shard_that_was_moved_is_refused() -> None:
-    its_spec = spec(device="cuda:0").kwargs()
+    its_spec = spec(device="cuda:0").text
     with FakeTensorMode(), pytest.raises(RuntimeError, match=r"materialized on CPU when .* up.weight is on cuda:0"):
-        markers.unshard(torch.empty(2, 3, device="cuda"), None, None, "reduce", **its_spec)
+        markers.unshard(torch.empty(2, 3, device="cuda"), None, None, "reduce", spec=its_spec)

@@ -21,7 +21,7 @@ from fsdp_compile.passes.apply.merge import merge
 from fsdp_compile.passes.apply.overlap import overlap
 from fsdp_compile.passes.apply.parts import parts
 from fsdp_compile.passes.ir import markers
-from fsdp_compile.passes.ir.markers import keep_slice
+from fsdp_compile.passes.ir.markers import keep_slice, spec_in
 from fsdp_compile.passes.ir.meta import AC_GRAPH_ID, ROLE
 from fsdp_compile.passes.ir.provenance import find_unshards
 from fsdp_compile.passes.schedule.buckets import gather_buckets
@@ -102,13 +102,13 @@ class Builder:
         return node
 
     def unshard(self, shard: fx.Node, its_spec: ParamSpec, reader: str = "") -> fx.Node:
-        node = self.call(markers.unshard, shard, **its_spec.kwargs())
+        node = self.call(markers.unshard, shard, spec=its_spec.text)
         if reader:
             node.meta["nn_module_stack"] = {reader: (f"L['self'].{reader}", torch.nn.Linear)}
         return node
 
     def reduce(self, grad: fx.Node, its_spec: ParamSpec, of: fx.Node | None = None) -> fx.Node:
-        node = self.call(markers.reduce_grad, grad, **its_spec.kwargs())
+        node = self.call(markers.reduce_grad, grad, spec=its_spec.text)
         if of is not None:
             node.meta["seq_nr"] = of.meta["seq_nr"]
         return node
@@ -559,8 +559,8 @@ unshard_default_1 = unshard(keep_slice_default)
 t_default = t(unshard_default_1)
 mm_default = mm(x, t_default)
 return mm_default""")
-    again = graph.find_nodes(op="call_function", target=markers.unshard)[1]
-    assert (again.kwargs["group"], again.kwargs["num_shards"], again.kwargs["local_length"]) == ("pair", 2, 2)
+    its = spec_in(graph.find_nodes(op="call_function", target=markers.unshard)[1])
+    assert (its.group, its.num_shards, its.local_length) == ("pair", 2, 2)
     plan = plan_joint(graph)
     keep(graph, plan)
     tags = {node.name: node.meta["recompute"].name for node in graph.nodes if "recompute" in node.meta}

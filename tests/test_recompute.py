@@ -16,6 +16,7 @@ from fsdp_compile.demo.training import DemoSettings, batch_of, build_model, shar
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, LEAN, choose
 from fsdp_compile.passes.budget.trial import Trial, trial_of
 from fsdp_compile.passes.cost.memory import results_of, saved_by
+from fsdp_compile.passes.ir.markers import change_spec
 from fsdp_compile.passes.ir.provenance import settle_names
 from fsdp_compile.passes.schedule.activations import activations_of, compute_again
 from fsdp_compile.passes.schedule.calls import name_markers
@@ -83,7 +84,7 @@ def test_what_stays_inside_of_a_unit_can_be_computed_again_by_the_name_of_its_ma
 def test_whether_a_matrix_is_kept_says_nothing_of_what_is_computed_with_it() -> None:
     graph = two_blocks()
     for node in graph.find_nodes(op="call_function", target=torch.ops.fsdpc.unshard.default):
-        node.update_kwarg("regather", False)
+        change_spec(node, regather=False)
     before = str(graph)
     assert _names(graph) == _names(two_blocks())
     assert str(graph) == before

@@ -12,6 +12,7 @@ from fsdp_compile.passes import Group
 from fsdp_compile.passes.budget.sketch import Sketch, saved_without
 from fsdp_compile.passes.budget.trial import Decision, Figures, trial_of
 from fsdp_compile.passes.cost.profiles import HardwareProfile
+from fsdp_compile.passes.ir.markers import change_spec
 from fsdp_compile.passes.ir.provenance import unshard_nodes
 from fsdp_compile.passes.schedule.activations import activations_of, matrices_of
 from tests.test_budget import GROUPS, KIB, WEIGHTS, five_products
@@ -57,7 +58,7 @@ def gathered_once() -> fx.Graph:
     """What is kept stays from one step to the next."""
     graph = five_products()
     for node in unshard_nodes(graph):
-        node.update_kwarg("stays", "kept")
+        change_spec(node, stays="kept")
     return graph
 
 

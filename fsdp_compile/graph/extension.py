@@ -54,7 +54,7 @@ class _Gather(torch.autograd.Function):
             assert protocol.look is not None
             shard = protocol.look.around(names, tensors)
         sent, parts, metadata = protocol.before(shard, spec)
-        gathered = [markers.unshard(tensor, **part.kwargs()) for tensor, part in zip(sent, parts)]
+        gathered = [markers.unshard(tensor, spec=part.text) for tensor, part in zip(sent, parts)]
         made, _ = protocol.after(shard, gathered, metadata, spec)
         return subclasses.map_inner(markers.made_of_parts, without_padding(made, spec))
 
@@ -64,5 +64,5 @@ class _Gather(torch.autograd.Function):
         if grad is None:
             return tuple(nothing)
         ticket = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        for_shard, for_leaf = markers.gradients(grad, ctx.spec.kwargs(), ctx.then, ctx.has_leaf, ticket)
+        for_shard, for_leaf = markers.gradients(grad, ctx.spec.text, ctx.then, ctx.has_leaf, ticket)
         return for_leaf, *nothing[2:], for_shard  # a shard in several pieces has a leaf, or is frozen

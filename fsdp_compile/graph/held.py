@@ -86,7 +86,7 @@ def _hold(unit: Unit, param: ShardedParam, grad: Tensor, is_partial: bool) -> Te
     if _is_asked_for(param):
         if autograd.accumulates(_leaf_of(param)) is False or is_partial:
             return None  # ``inputs`` has others; or it is a partial sum, which nobody can use
-        return torch.ops.fsdpc.reduce_grad(grad, **param.sink.spec.kwargs())  # type: ignore[no-any-return]
+        return torch.ops.fsdpc.reduce_grad(grad, spec=param.sink.spec.text)  # type: ignore[no-any-return]
     in_one_graph = autograd.in_compiled_autograd()
     if not in_one_graph:
         unit.ends.at_end(unit)  # first: it drops what a backward that raised held back

@@ -22,7 +22,7 @@ def as_computed_with(param: Any, sink: Sink, watch: UnitWatch, fqn: str) -> Any:
     the unit computes in.
     """
     is_ours = isinstance(param, torch.Tensor) and sink.param.is_full and watch.gather(fqn) is None
-    return param.to(watch.spec(fqn)["dtype"]) if is_ours else param
+    return param.to(watch.dtype(fqn)) if is_ours else param
 
 
 # The eager path has ``eager_read``: (module, name, what is registered) -> what a read gives, or BY_MARKER; and

@@ -1,8 +1,8 @@
 """The code of a read in a graph, written for what the unit's watch has decided.
 
-    takes "edge", reduce     full = unshard(self.EDGE, None, None, "reduce", **watch.spec(fqn))
-    takes "both", resume     full = unshard(self.LOCAL, self.EDGE, self.SINK.ticket, "reduce", **watch.spec(fqn))
-    takes "edge", hold       full = unshard(self.LOCAL, self.SINK.full, None, "hold", **watch.spec(fqn))
+    takes "edge", reduce     full = unshard(self.EDGE, None, None, "reduce", spec=watch.spec(fqn))
+    takes "both", resume     full = unshard(self.LOCAL, self.EDGE, self.SINK.ticket, "reduce", spec=watch.spec(fqn))
+    takes "edge", hold       full = unshard(self.LOCAL, self.SINK.full, None, "hold", spec=watch.spec(fqn))
 
 Dynamo takes a tenth of a millisecond for each instruction that it traces, and a model has hundreds of parameters. So
 the code decides nothing that the watch can decide.
@@ -43,7 +43,9 @@ class Reading(NamedTuple):
 def code_of(name: str, reading: Reading) -> Callable[..., Any]:
     """Return the function that reads a module's parameter ``name`` so; it takes the module, and what is registered."""
     arguments = reading.arguments
-    gathered = f"watch.gather(fqn)({arguments})" if reading.is_extended else f"unshard({arguments}, **watch.spec(fqn))"
+    gathered = f"unshard({arguments}, spec=watch.spec(fqn))"
+    if reading.is_extended:
+        gathered = f"watch.gather(fqn)({arguments})"
     if reading.wraps_on:
         gathered = f"watch.wrap(fqn)({gathered}, {reading.wraps_on})"
     gathers = [f"full = {gathered}"]

@@ -151,9 +151,13 @@ class UnitWatch(dynamo.OpaqueBase):  # type: ignore[misc]
         """Indices in ``unit.params`` of the parameters in whose places traced code registered something else."""
         return tuple(place for place, param in enumerate(self.unit.params) if _was_replaced(param))
 
-    def spec(self, fqn: str) -> dict[str, Any]:
-        """Return the marker's arguments. They are constants of the graph: a guard on each of them would take long."""
-        return self._param(fqn).sink.spec.kwargs()  # type: ignore[no-any-return]
+    def spec(self, fqn: str) -> str:
+        """Return what the marker says of the parameter, a constant of the graph."""
+        return self._param(fqn).sink.spec.text  # type: ignore[no-any-return]
+
+    def dtype(self, fqn: str) -> torch.dtype:
+        """Return the dtype that the unit computes in."""
+        return self._param(fqn).sink.spec.dtype  # type: ignore[no-any-return]
 
     def gather(self, fqn: str) -> Callable[..., Any] | None:
         """Return the function that a read calls in place of the marker if the parameter has an all-gather extension."""
@@ -263,7 +267,7 @@ def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
     return param.sink.takes if registered.requires_grad else "local"
 
 
-_ASKED = ("reads", "reads_registered", "replaced", "spec", "gather", "wrap")
+_ASKED = ("reads", "reads_registered", "replaced", "spec", "dtype", "gather", "wrap")
 # A frame of the user's that Dynamo gave up on may call these in Python.
 dynamo.leave_all_to_python(UnitWatch.keep, UnitWatch.gives_again, UnitWatch.gave)
 _WHERE = ("keep", "gives_again", "begin_in_front", "end_in_front")  # these depend on where the read is

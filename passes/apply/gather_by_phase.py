@@ -36,7 +36,7 @@ from ..schedule.structure import made_of_weights
 def gather_by_phase(graph: fx.Graph, plan: Plan) -> int:
     """Have each phase gather those weights of another phase that it reads; return how many gathers that adds."""
     del plan  # the markers say which are kept
-    gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"]}
+    gathers = {node for node in unshard_nodes(graph) if markers.spec_in(node).regather}
     of_backward = {node for node in graph.nodes if is_backward(phase_of(node))}
     made, _ = made_of_weights(graph, gathers, of_backward)
     place = {node: index for index, node in enumerate(graph.nodes)}

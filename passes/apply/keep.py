@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.effects import read_what_is_written
+from ..ir.markers import change_spec
 from ..ir.meta import SHARED, SHARED_NAME, STEP, tag
 from ..ir.nodes import closure, emit, tangents_of, views_of
 from ..ir.plan import Plan
@@ -86,7 +87,7 @@ def follow(graph: fx.Graph, plan: Plan) -> int:
     plan_id = plan.id  # a hash of all of it
     for node in found:
         node.meta[STEP] = plan
-        node.update_kwarg("step", plan_id)
+        change_spec(node, step=plan_id)
     return len(found)
 
 

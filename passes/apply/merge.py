@@ -53,7 +53,7 @@ def _merge_gathers(graph: fx.Graph) -> int:
     first: dict[tuple[object, ...], fx.Node] = {}
     num_merged = 0
     for node in unshard_nodes(graph):
-        key = (node.args, repr(sorted(node.kwargs.items())), lifetime(node))
+        key = (node.args, node.kwargs["spec"], lifetime(node))
         kept = first.setdefault(key, node)
         if kept is not node:
             node.replace_all_uses_with(kept)
@@ -115,7 +115,7 @@ def _what_it_reduces(term: fx.Node) -> tuple[object, ...] | None:
     """Return what two reductions share that may become one: parameter, use, phase and ticket. None for other terms."""
     if term.target is not markers.reduce_grad or len(term.users) != 1:
         return None
-    return repr(sorted(term.kwargs.items())), phase_of(term), _ticket(term.args[0])
+    return term.kwargs["spec"], phase_of(term), _ticket(term.args[0])
 
 
 def _ticket(grad: object) -> object:

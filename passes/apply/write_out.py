@@ -20,6 +20,7 @@ from torch import fx
 from .._torch_compat import kernels as kernels_compat
 from ..cost.fusion import is_pointwise
 from ..ir.aliases import base_of, inputs_of, is_free
+from ..ir.markers import spec_in
 from ..ir.nodes import emit
 from ..ir.phases import phase_of, put_in_phase
 from ..ir.plan import Plan
@@ -33,7 +34,7 @@ def write_out(graph: fx.Graph, plan: Plan) -> int:
     """Write results that Inductor would compute of a gathered weight in a later phase; return how many these are."""
     del plan  # the phases say what is read in which
     kernels_compat.lower_as_written(in_memory)
-    gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"]}
+    gathers = {node for node in unshard_nodes(graph) if spec_in(node).regather}
     computed: dict[fx.Node, None] = {}  # from weights, with nothing in memory between
     late: dict[fx.Node, None] = {}
     for node in graph.nodes:

@@ -11,6 +11,7 @@ source of the passes. A share of the free memory is not cached: it is other byte
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import tempfile
@@ -22,12 +23,12 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
+from ..ir import markers
 from ..ir.aliases import hint, tensors_of
 from ..ir.plan import Plan
 from ..ir.provenance import find_reduces, find_unshards, groups_of
 from ..source import source_hash
 
-_OF_THIS_PROCESS = "step"  # the argument of a marker that has the budget's id
 _SAID_TO_THE_PARTITIONER = ("recompute", "ac_graph_id", "partitioner_tag", "desc")
 
 
@@ -58,7 +59,9 @@ def _key(graph: fx.Graph, said: object) -> str:
 
 
 def _text(node: fx.Node) -> str:
-    kwargs = {name: value for name, value in node.kwargs.items() if name != _OF_THIS_PROCESS}
+    kwargs: object = node.kwargs
+    if node.target in (markers.unshard, markers.reduce_grad):  # the id of its budget is one of this process
+        kwargs = dataclasses.replace(markers.spec_in(node), step="")
     values = [(_sizes(one), _strides(one), one.dtype, one.device.type) for one in tensors_of(node)]
     said = [str(node.meta.get(key)) for key in _SAID_TO_THE_PARTITIONER]
     target = node.target if isinstance(node.target, (str, compat.OpOverload)) else torch.typename(node.target)

@@ -40,6 +40,7 @@ from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
 from ..cost.steps import NO_MORE, Blocks, Bytes, Half, Turn, Unsettled, half_along, lengthened, peak, replay, settled
 from ..ir.aliases import base_of, tensor_bytes, tensors_of
+from ..ir.markers import change_spec
 from ..ir.meta import OFFLOADED, tag
 from ..ir.plan import Plan
 from ..ir.provenance import find_reduces, find_unshards, reduce_nodes, unshard_nodes
@@ -206,10 +207,10 @@ def trial_of(
     graph = copy.deepcopy(joint)
     if like_fsdp2:
         for node in (*unshard_nodes(graph), *reduce_nodes(graph)):
-            node.update_kwarg("bucketing", "group")
+            change_spec(node, bucketing="group")
     for one in (*find_unshards(graph), *find_reduces(graph)):
         if one.fqn in hosted:
-            one.node.update_kwarg("device", str(one.node.meta["val"].device))
+            change_spec(one.node, device=str(one.node.meta["val"].device))
     uses = uses_keeping(graph, kept, recompute, sliced, offload)
     plan = uses.plan(lookahead)
     chosen_slices(graph, plan)

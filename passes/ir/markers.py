@@ -1,7 +1,7 @@
 """The two marker ops: the contract between the runtime half, which emits them, and the passes, which lower them.
 
-    reading a parameter          w  = unshard(shard, **spec)              local shard -> full parameter
-    its autograd rule            gs = reduce_grad(gw, **spec)              full gradient -> gradient of the shard
+    reading a parameter          w  = unshard(shard, spec=text)            local shard -> full parameter
+    its autograd rule            gs = reduce_grad(gw, spec=text)           full gradient -> gradient of the shard
 
     with a leaf                  the leaf gets gs in the place of the shard
     with then="hold"             the leaf gets gw: accumulation without communication
@@ -9,8 +9,9 @@
     with then="over_shards"      gs is summed over the shards alone, not over replicas
     with a device                shard and gs are on the CPU, w and gw on the device
 
-A marker's arguments contain everything that a pass needs. The arguments are equal for equal blocks (the FQN is
-relative to the module given to ``fully_shard``), so blocks that look alike share one compiled graph. Where no pass
+A marker's ``spec`` contains everything that a pass needs, as text: whoever traces a graph handles one argument, and not
+thirty. It is equal for equal blocks (the FQN is relative to the module given to ``fully_shard``), so blocks that look
+alike share one compiled graph. Where no pass
 lowers them (``aot_eager``, ``eager``, or our passes displaced) the ops run as they are: one collective each.
 """
 
@@ -29,39 +30,38 @@ from .. import _torch_compat as compat
 from ..wire import lower
 from ..wire.spec import NAMESPACE, ParamSpec, define_op, library
 
-_SCHEMA_TYPES = {"tuple[int, ...]": "int[]", "torch.dtype": "ScalarType"}  # others have one name in both
-_SPEC = ", ".join(f"{_SCHEMA_TYPES.get(str(one.type), one.type)} {one.name}" for one in dataclasses.fields(ParamSpec))
 _BACKWARD = 'Tensor? leaf=None, Tensor? ticket=None, str then="reduce"'
 
 # By the number in a ticket. It is a number and no pointer, since saved tensors may be moved before backward.
 ticket_holders: dict[int, Callable[[Tensor], Tensor]] = {}
 
 
-def _unshard_fake(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
-    require_data(kwargs["fqn"], shard)
-    if kwargs["device"]:
-        require_on_cpu(kwargs["fqn"], shard)
-    return shard.new_empty(kwargs["size"], dtype=kwargs["dtype"], device=kwargs["device"] or shard.device)
+def _unshard_fake(shard: Tensor, *backward: Any, spec: str) -> Tensor:
+    its = ParamSpec.of(spec)
+    require_data(its.fqn, shard)
+    if its.device:
+        require_on_cpu(its.fqn, shard)
+    return shard.new_empty(its.size, dtype=its.dtype, device=its.device or shard.device)
 
 
-def _reduce_grad_fake(grad: Tensor, *beside: Any, **kwargs: Any) -> Tensor:
-    device = "cpu" if kwargs["device"] else grad.device
-    return grad.new_empty(ParamSpec.of(kwargs).local_size, dtype=kwargs["grad_dtype"], device=device)
+def _reduce_grad_fake(grad: Tensor, *beside: Any, spec: str) -> Tensor:
+    its = ParamSpec.of(spec)
+    return grad.new_empty(its.local_size, dtype=its.grad_dtype, device="cpu" if its.device else grad.device)
 
 
-def _unshard_kernel(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
-    _warn_if_displaced("unshard", kwargs["fqn"])
-    spec = ParamSpec.of(kwargs)
-    (full,) = lower.finish_gather(lower.run, lower.launch_gather(lower.run, [shard], [spec]), [spec])
+def _unshard_kernel(shard: Tensor, *backward: Any, spec: str) -> Tensor:
+    its = ParamSpec.of(spec)
+    _warn_if_displaced("unshard", its.fqn)
+    (full,) = lower.finish_gather(lower.run, lower.launch_gather(lower.run, [shard], [its]), [its])
     # A functional op may not return its input, and with one shard and no cast nothing was copied.
     return full.clone() if full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() else full
 
 
-def _reduce_grad_kernel(grad: Tensor, *beside: Any, **kwargs: Any) -> Tensor:
-    _warn_if_displaced("reduce_grad", kwargs["fqn"])
-    spec = ParamSpec.of(kwargs)
-    pending = lower.launch_reduce(lower.run, [grad], [spec])
-    (reduced,) = lower.finish_reduce(lower.run, pending, [spec])
+def _reduce_grad_kernel(grad: Tensor, *beside: Any, spec: str) -> Tensor:
+    its = ParamSpec.of(spec)
+    _warn_if_displaced("reduce_grad", its.fqn)
+    pending = lower.launch_reduce(lower.run, [grad], [its])
+    (reduced,) = lower.finish_reduce(lower.run, pending, [its])
     same = reduced.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
     return reduced.clone() if same else reduced
 
@@ -82,10 +82,10 @@ def _resume_kernel(grad: Tensor, ticket: Tensor) -> Tensor:
     return ticket_holders[int(ticket)](grad)
 
 
-unshard = define_op(f"unshard(Tensor shard, {_BACKWARD}, *, {_SPEC}) -> Tensor", _unshard_kernel, _unshard_fake)
+unshard = define_op(f"unshard(Tensor shard, {_BACKWARD}, *, str spec) -> Tensor", _unshard_kernel, _unshard_fake)
 # Between two passes, ``beside`` lists gathers that backward is to do although no gradient may read them.
 reduce_grad = define_op(
-    f"reduce_grad(Tensor grad, Tensor[]? beside=None, *, {_SPEC}) -> Tensor", _reduce_grad_kernel, _reduce_grad_fake
+    "reduce_grad(Tensor grad, Tensor[]? beside=None, *, str spec) -> Tensor", _reduce_grad_kernel, _reduce_grad_fake
 )
 # The same for any other gradient, in a graph without reductions.
 beside = define_op("beside(Tensor grad, Tensor[] gathered) -> Tensor", _beside)
@@ -104,7 +104,8 @@ compat.leave_all_to_python(_unshard_kernel, _reduce_grad_kernel, _resume_kernel)
 
 def _save_spec(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
     _, leaf, ticket, then = inputs
-    ctx.spec, ctx.then, ctx.has_leaf, ctx.has_ticket = keyword_only_inputs, then, leaf is not None, ticket is not None
+    ctx.spec, ctx.then = keyword_only_inputs["spec"], then
+    ctx.has_leaf, ctx.has_ticket = leaf is not None, ticket is not None
     if ticket is not None:
         ctx.save_for_backward(ticket)
 
@@ -118,17 +119,28 @@ torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setu
 
 
 def gradients(
-    grad: Tensor, spec: dict[str, Any], then: str, has_leaf: bool, ticket: Tensor | None
+    grad: Tensor, spec: str, then: str, has_leaf: bool, ticket: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of a marker's shard and of its leaf, given the gradient of the full parameter."""
+    its = ParamSpec.of(spec)
     if ticket is not None:
-        grad = torch.ops.fsdpc.resume(grad.to(spec["reduce_dtype"]), ticket)
+        grad = torch.ops.fsdpc.resume(grad.to(its.reduce_dtype), ticket)
     if then == "hold":
-        return None, grad.to(spec["reduce_dtype"])
+        return None, grad.to(its.reduce_dtype)
     if then == "over_shards":
-        spec = ParamSpec.of(spec).over_shards().kwargs()
-    reduced = torch.ops.fsdpc.reduce_grad(grad, **spec)
+        spec = its.over_shards().text
+    reduced = torch.ops.fsdpc.reduce_grad(grad, spec=spec)
     return (None, reduced) if has_leaf else (reduced, None)
+
+
+def spec_in(marker: fx.Node) -> ParamSpec:
+    """Return the spec that a marker carries."""
+    return ParamSpec.of(str(marker.kwargs["spec"]))
+
+
+def change_spec(marker: fx.Node, **changes: Any) -> None:
+    """Give a marker the same spec with other values in some of its fields."""
+    marker.update_kwarg("spec", dataclasses.replace(spec_in(marker), **changes).text)
 
 
 def require_data(fqn: str, shard: Tensor) -> None:

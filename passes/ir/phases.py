@@ -66,4 +66,4 @@ def lifetime(gather: fx.Node) -> int:
     Those of one phase have the same key, and for a kept weight those of a forward and its backward.
     """
     phase = phase_of(gather)
-    return phase if gather.kwargs["regather"] else phase // 2
+    return phase if markers.spec_in(gather).regather else phase // 2

@@ -24,6 +24,7 @@ from torch import fx
 
 from ..wire.spec import ParamSpec, with_part, with_use, without_use
 from . import markers
+from .markers import change_spec, spec_in
 from .module_paths import path_of, without_wrappers
 from .nodes import VIEWS, source_of
 from .phases import phase_of
@@ -66,8 +67,8 @@ def has_markers(graph: fx.Graph) -> bool:
 
 def groups_of(graph: fx.Graph) -> set[str]:
     """Return the names of the process groups that the markers of the graph use."""
-    markers_ = (*unshard_nodes(graph), *reduce_nodes(graph))
-    return {str(node.kwargs[key]) for node in markers_ for key in ("group", "replicate_group") if node.kwargs[key]}
+    specs = map(spec_in, (*unshard_nodes(graph), *reduce_nodes(graph)))
+    return {group for spec in specs for group in (spec.group, spec.replicate_group) if group}
 
 
 def find_unshards(graph: fx.Graph) -> list[Marker]:
@@ -105,8 +106,8 @@ def put_in_use(gather: fx.Node, use: int, unit: str) -> None:
     """Write on a gather which use of its unit it is of, and the unit's name there; a kept weight is gathered once."""
     gather.meta[_USE], gather.meta[_UNIT] = use, unit
     gather.meta[_FQN] = with_use(gather.meta[_FQN], use)
-    if gather.kwargs["regather"]:
-        gather.update_kwarg("use", use)
+    if spec_in(gather).regather:
+        change_spec(gather, use=use)
 
 
 def annotate_reductions(graph: fx.Graph) -> None:
@@ -117,7 +118,7 @@ def annotate_reductions(graph: fx.Graph) -> None:
     by_sequence = {node.meta["seq_nr"]: node for node in unshard_nodes(graph) if "seq_nr" in node.meta}
     for node in reduce_nodes(graph):
         gather = by_sequence.get(node.meta.get("seq_nr"))
-        if gather is not None and gather.kwargs["fqn"] == node.kwargs["fqn"] and not phase_of(node):
+        if gather is not None and spec_in(gather).fqn == spec_in(node).fqn and not phase_of(node):
             _name_alike(node, gather)
 
 
@@ -145,12 +146,13 @@ def _name_alike(reduction: fx.Node, gather: fx.Node) -> None:
     for key in (_FQN, _UNIT):
         if key in gather.meta:
             reduction.meta[key] = gather.meta[key]
-    reduction.update_kwarg("use", gather.meta.get(_USE, 1))
+    change_spec(reduction, use=gather.meta.get(_USE, 1))
 
 
 def _alike(node: fx.Node) -> tuple[object, ...]:
     """Return what equal parameters of equal units have in common."""
-    return tuple(node.kwargs[key] for key in ("unit", "fqn", "part"))
+    spec = spec_in(node)
+    return spec.unit, spec.fqn, spec.part
 
 
 def _behind_views(node: fx.Node) -> fx.Node:
@@ -165,7 +167,7 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
     # Gathers from slices come last and get the names that are left: no cut graph has one beside the gather that it was
     # cut from, and a marker must have the same name in a cut graph as here.
     for node in sorted(nodes, key=lambda node: whole_of(node) is not None):
-        spec = ParamSpec.of(dict(node.kwargs))
+        spec = spec_in(node)
         fqn, unit = node.meta[_FQN], node.meta[_UNIT]
         fqn = with_part(fqn, spec.part)
         base, copy = fqn, 2
@@ -216,7 +218,7 @@ def _count_nameless(nodes: list[fx.Node]) -> None:
     for node in nodes:
         if _FQN not in node.meta:
             alike = _alike(node)
-            node.meta[_FQN], node.meta[_UNIT] = f"#{counted[alike]}.{node.kwargs['fqn']}", f"#{counted[alike]}"
+            node.meta[_FQN], node.meta[_UNIT] = f"#{counted[alike]}.{spec_in(node).fqn}", f"#{counted[alike]}"
             counted[alike] += 1
 
 
@@ -228,7 +230,7 @@ def _write_names(parameters: list[list[fx.Node]]) -> None:
     one_model = len({model for _, (model, _) in found if model}) <= 1
     for readers, (model, path) in found:
         prefix = path if one_model else ".".join(filter(None, (model, path)))
-        unit, fqn = str(readers[0].kwargs["unit"]), str(readers[0].kwargs["fqn"])
+        unit, fqn = spec_in(readers[0]).unit, spec_in(readers[0]).fqn
         member = _MEMBER.match(fqn)
         fqn = fqn[member.end() :] if member else fqn
         paths = members.setdefault(unit, {}).setdefault(member[1], []) if member else [prefix]
@@ -254,10 +256,10 @@ def _prefixes(parameters: list[list[fx.Node]]) -> list[tuple[list[fx.Node], tupl
     known: dict[str, set[tuple[str, str]]] = {}
     for readers, (is_sure, *place) in best:
         if is_sure:
-            known.setdefault(str(readers[0].kwargs["unit"]), set()).add((place[0], place[1]))
+            known.setdefault(spec_in(readers[0]).unit, set()).add((place[0], place[1]))
     found = []
     for readers, (is_sure, model, path) in best:
-        around = known.get(str(readers[0].kwargs["unit"]), ()) if not is_sure else ()
+        around = known.get(spec_in(readers[0]).unit, ()) if not is_sure else ()
         paths = [one for of, one in around if of == model and (not one or f"{path}.".startswith(f"{one}."))]
         found.append((readers, (model, max(paths, key=len, default=path))))
     return found
@@ -275,7 +277,7 @@ def _best_prefix(readers: list[fx.Node]) -> tuple[bool, str, str] | None:
         if found is None:
             continue
         model, path = found
-        owner = _MEMBER.sub("", str(node.kwargs["fqn"]), count=1).split(".")[:-1]
+        owner = _MEMBER.sub("", spec_in(node).fqn, count=1).split(".")[:-1]
         agreement, prefix = _strip(path, without_wrappers(owner))
         if best is None or agreement > best[0]:
             best = (agreement, model, prefix)

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.effects import read_what_is_written
+from ..ir.markers import change_spec
 from ..ir.meta import tag
 from ..ir.nodes import can_be_done_again, is_elementwise, is_random
 from ..ir.provenance import Marker, find_unshards, whole_of
@@ -90,14 +91,14 @@ def compute_again(graph: fx.Graph, names: Collection[str]) -> None:
 @contextmanager
 def _all_gathered_again(graph: fx.Graph) -> Iterator[None]:
     """Mark all gathers as gathered again for a while: activations must not depend on which parameters are kept."""
-    told = {one.node: one.node.kwargs["regather"] for one in find_unshards(graph)}
+    told = {one.node: one.spec.regather for one in find_unshards(graph)}
     try:
         for node in told:
-            node.update_kwarg("regather", True)
+            change_spec(node, regather=True)
         yield
     finally:
         for node, regather in told.items():
-            node.update_kwarg("regather", regather)
+            change_spec(node, regather=regather)
 
 
 def _products(graph: fx.Graph, structure: Structure) -> dict[fx.Node, Marker]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..ir.markers import change_spec, spec_in
 from ..ir.nodes import copied, passes_on, readers_of
 from ..ir.phases import is_backward
 from ..ir.plan import Plan
@@ -45,9 +46,9 @@ def residency_of(joint: fx.Graph, names: Sequence[str], plan: Plan, decided_by: 
     """
     graph = copied(joint)
     gathers = unshard_nodes(graph)
-    told = [bool(node.kwargs["regather"]) for node in gathers]
+    told = [spec_in(node).regather for node in gathers]
     for node in gathers:
-        node.update_kwarg("regather", True)
+        change_spec(node, regather=True)
     structure = structure_of(graph)
     made = {node for node in structure.of_weights if node not in set(gathers) and not passes_on(node)}
     keep, again = {*plan.keep}, {*plan.again}
@@ -87,4 +88,4 @@ def _why_needed(gather: fx.Node, structure: Structure, made: set[fx.Node]) -> st
 def _why_not(gather: fx.Node) -> str:
     if is_sliced(gather):
         return "a slice of it is kept"
-    return "its rows are looked up" if gather.kwargs["is_table"] else "no gradient comes to its unit"
+    return "its rows are looked up" if spec_in(gather).is_table else "no gradient comes to its unit"

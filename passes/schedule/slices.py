@@ -35,7 +35,7 @@ from ..wire.spec import ParamSpec
 def slices(graph: fx.Graph, plan: Plan) -> int:
     """Put a slice between each gather of a joint graph and its readers, where markers ask for one; return how many."""
     del plan  # the markers decide
-    asking = [node for node in unshard_nodes(graph) if node.kwargs["regather"] and keeps_slice(node)]
+    asking = [node for node in unshard_nodes(graph) if markers.spec_in(node).regather and keeps_slice(node)]
     for node in asking:
         _read_from_slices(graph, node)
     return len(asking)
@@ -56,13 +56,13 @@ def slice_these(graph: fx.Graph, fqns: Collection[str]) -> int:
 
 def keeps_slice(gather: fx.Node) -> bool:
     """Whether a marker asks for a slice, whatever the plan says."""
-    spec = ParamSpec.of(dict(gather.kwargs))
+    spec = markers.spec_in(gather)
     return spec.inner_shards != 1 and not spec.inner_offered
 
 
 def offers_slice(gather: fx.Node) -> bool:
     """Whether a plan may choose to keep a slice of what a marker gathers."""
-    spec = ParamSpec.of(dict(gather.kwargs))
+    spec = markers.spec_in(gather)
     return spec.inner_shards != 1 and spec.inner_offered
 
 
@@ -80,13 +80,13 @@ def _read_from_slices(graph: fx.Graph, gather: fx.Node) -> None:
 
 def gather_from_slice(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> fx.Node:
     """Cut a slice behind a gather, and gather the parameter from such slices in front of ``reader``."""
-    spec = ParamSpec.of(dict(gather.kwargs))
+    spec = markers.spec_in(gather)
     inner = inner_spec(spec)
     start, stop = inner.layout.span(spec.inner_rank)
     with graph.inserting_after(gather):
         piece = emit(graph, markers.keep_slice, gather, spec.dim, start, stop - start)
     with graph.inserting_before(reader):
-        again = emit(graph, markers.unshard, piece, **inner.kwargs())
+        again = emit(graph, markers.unshard, piece, spec=inner.text)
     again.meta = gather.meta | {"val": again.meta["val"]}
     return again
 

@@ -84,7 +84,7 @@ def structure_of(graph: fx.Graph) -> Structure:
     backward = closure(backward, lambda node: node.users)
     forward = closure(_results_of_forward(graph, backward), lambda node: node.all_input_nodes)
     # One that is to be kept, and that forward does not read, has nothing to be kept from.
-    gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"] or node not in forward}
+    gathers = {node for node in unshard_nodes(graph) if markers.spec_in(node).regather or node not in forward}
     of_weights, beside = made_of_weights(graph, gathers, backward)
     in_forward = {node for node in unshard_nodes(graph) if node in forward and whole_of(node) is None}
     unshards, reduces = find_unshards(graph), find_reduces(graph)
@@ -145,7 +145,7 @@ def made_of_weights(
             continue
         reads = node.all_input_nodes
         weights = _weights_read(node, found)
-        if node.target is aten.embedding.default and any(one.kwargs.get("is_table") for one in weights):
+        if node.target is aten.embedding.default and any(markers.spec_in(one).is_table for one in weights):
             continue  # its rows are an activation, even those of constant positions
         if weights and node.meta.get("ac_graph_id") == AC_GRAPH_ID:  # of what an extension sent, as ``parts`` saw
             found[node] = weights
@@ -389,8 +389,7 @@ def _weights_read(node: fx.Node, of_weights: Mapping[fx.Node, Weights]) -> Weigh
 
 def is_matrix(gather: fx.Node) -> bool:
     """Whether a parameter has more than one dimension that is not 1."""
-    size: list[int] = gather.kwargs["size"]  # type: ignore[assignment]
-    return sum(length != 1 for length in size) > 1
+    return sum(length != 1 for length in markers.spec_in(gather).size) > 1
 
 
 def follows_a_product(node: fx.Node) -> bool:

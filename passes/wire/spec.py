@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -132,12 +134,23 @@ class ParamSpec:
         spec, dtype = self.on_device(), self.reduce_dtype
         return dataclasses.replace(spec, num_replicas=1, replicate_group="", postdivide=1.0, grad_dtype=dtype)
 
-    def kwargs(self) -> dict[str, Any]:
-        """Return a marker's keyword arguments, without what a subclass adds."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(ParamSpec)}
-        return fields | {"size": list(self.size)}
+    @cached_property
+    def text(self) -> str:
+        """The spec as a marker's argument: JSON of the fields that differ from their defaults."""
+        said = {
+            one.name: value
+            for one in dataclasses.fields(ParamSpec)
+            if (value := getattr(self, one.name)) != one.default
+        }
+        return json.dumps(said, default=lambda dtype: str(dtype).removeprefix("torch."))
 
-    @classmethod
-    def of(cls, kwargs: dict[str, Any]) -> ParamSpec:
-        """Return the spec in a marker node's keyword arguments."""
-        return cls(**{**kwargs, "size": tuple(kwargs["size"])})
+    @staticmethod
+    @functools.cache
+    def of(text: str) -> ParamSpec:
+        """Return the spec in a marker's argument."""
+        said = json.loads(text)
+        dtypes = {name: getattr(torch, said[name]) for name in _DTYPES}
+        return ParamSpec(**{**said, **dtypes, "size": tuple(said["size"])})
+
+
+_DTYPES = [one.name for one in dataclasses.fields(ParamSpec) if one.type == "torch.dtype"]
