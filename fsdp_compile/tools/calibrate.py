@@ -24,7 +24,7 @@ from ..passes.cost.profiles import KINDS, Fit, HardwareProfile, Link, load_profi
 from ..passes.cost.roofline import Group, collective_seconds, wire_bytes
 from ..workers import Workers
 from . import link, measure
-from .tables import Column, Rows
+from .tables import Rows
 
 WORK = "fsdp_compile.tools.measure:work"
 SILENCE_S = 120.0
@@ -196,7 +196,7 @@ def compute_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile) -
     ]
     return Rows(
         f"{len(samples)} ranks on {first['device']}{threads}: the slowest rank's",
-        [Column("", is_number=False), Column("matmul"), Column("copy, read and written")],
+        ("", "matmul", "copy, read and written"),
         cells,
     )
 
@@ -215,7 +215,7 @@ def fits_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile, rank
         )
     return Rows(
         f"Collectives of {ranks} ranks over {profile.backend}",
-        [Column("", is_number=False), *map(Column, ("latency", "bandwidth", "error", "largest", "took"))],
+        ("", "latency", "bandwidth", "error", "largest", "took"),
         cells,
         "seconds = latency + bytes each rank sends / bandwidth; error: the line's largest, of a size's time",
     )
