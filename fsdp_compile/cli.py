@@ -20,6 +20,7 @@ from .tools import calibrate, link
 from .workers import WorkerError, interruptible
 
 INTERRUPTED = 130
+_HEAD_DIM = DemoSettings.head_dim
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,15 +70,11 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "cores. "
         "Exit code 1 when the losses disagree, 2 when it cannot run or a worker fails."
     )
-    parser.add_argument("--ranks", type=profiling.count, default=default.ranks, help="processes (default %(default)s)")
-    parser.add_argument(
-        "--steps", type=profiling.count, default=default.steps, help="AdamW steps (default %(default)s)"
-    )
-    parser.add_argument("--layers", type=profiling.count, default=default.layers, help="blocks (default %(default)s)")
-    parser.add_argument(
-        "--dim", type=profiling.count, default=default.dim,
-        help=f"width, a multiple of {default.head_dim} (default %(default)s)",
-    )  # fmt: skip
+    width = f"width, a multiple of {_HEAD_DIM}"
+    counts = {"ranks": "processes", "steps": "AdamW steps", "layers": "blocks", "dim": width}
+    for name, what in counts.items():
+        said = f"{what} (default %(default)s)"
+        parser.add_argument(f"--{name}", type=profiling.count, default=getattr(default, name), help=said)
     parser.add_argument(
         "--backend", choices=("inductor", "aot_eager"), default=default.backend,
         help="torch.compile's (default %(default)s); aot_eager needs no C++ compiler, and buckets nothing",
@@ -91,9 +88,8 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    head_dim = DemoSettings.head_dim
-    if arguments.dim % head_dim:
-        print(f"--dim {arguments.dim} is not a multiple of {head_dim}, the size of a head.", file=sys.stderr)
+    if arguments.dim % _HEAD_DIM:
+        print(f"--dim {arguments.dim} is not a multiple of {_HEAD_DIM}, the size of a head.", file=sys.stderr)
         return 2
     settings = DemoSettings(
         ranks=arguments.ranks,

@@ -43,7 +43,7 @@ Message = dict[str, Any]
 Send = Callable[[Message], None]
 
 # Keys of the messages that this file sends for itself.
-_FAILURE = "failure"  # the message also has "summary", "raised", and "at", the time
+_FAILURE = "failure"  # the arguments of a WorkerError
 _RESULT = "result of run"
 
 _PR_SET_PDEATHSIG = 1
@@ -60,10 +60,11 @@ _BOOT = (
 class WorkerError(RuntimeError):
     """A worker raised (``raised``), died or was late. ``summary`` is one line; the text has its traceback or logs."""
 
-    def __init__(self, summary: str, text: str, raised: bool = False) -> None:
+    def __init__(self, summary: str, text: str, raised: bool = False, at: float = 0.0) -> None:
         super().__init__(text)
         self.summary = summary
         self.raised = raised
+        self.at = at  # the time
 
 
 class Workers(contextlib.AbstractContextManager["Workers"]):
@@ -103,32 +104,15 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
             self.stop()
             raise
 
-    def messages(self, silence_s: float = math.inf, limit_s: float = math.inf) -> Iterator[tuple[int, Message]]:
-        """Yield (rank, message) as messages arrive, until all workers have ended.
+    def messages(
+        self, silence_s: float = math.inf, limit_s: float = math.inf, awaited: set[int] | None = None
+    ) -> Iterator[tuple[int, Message]]:
+        """Yield (rank, message) as messages arrive, until ``awaited``, by default all ranks, is empty.
 
-        Raises WorkerError when a worker fails, when no message comes for ``silence_s``, and after ``limit_s``.
+        Workers that end leave ``awaited``, and the caller may take out others. Raises WorkerError when a worker fails,
+        when no message comes for ``silence_s``, and after ``limit_s``.
         """
-        return self._listen(set(self._lines), silence_s, limit_s)
-
-    def run(self, function: Callable[..., Any], arguments: Sequence[Any], limit_s: float) -> list[Any]:
-        """Call ``function(*arguments)`` on every worker (made with ``stay``); return the results by rank."""
-        for rank in self._lines:
-            self._tell(rank, (function, arguments))
-        results: dict[int, Any] = {}
-        awaited = set(self._lines)
-        for rank, message in self._listen(awaited, math.inf, limit_s):
-            if _RESULT in message:
-                results[rank] = message[_RESULT]
-                awaited.discard(rank)
-        return [results[rank] for rank in sorted(results)]
-
-    def _tell(self, rank: int, what: Any) -> None:
-        data = pickle.dumps(what)  # by value: multiprocessing's own pickler would make ranks share tensors
-        with contextlib.suppress(OSError):  # the worker died: _listen reports how
-            self._lines[rank].send_bytes(data)
-
-    def _listen(self, awaited: set[int], silence_s: float, limit_s: float) -> Iterator[tuple[int, Message]]:
-        """Yield messages until ``awaited`` is empty: workers that end leave it, and the caller may take out others."""
+        awaited = set(self._lines) if awaited is None else awaited
         end = time.monotonic() + limit_s
         while awaited:
             left_s = end - time.monotonic()
@@ -139,29 +123,47 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
                 summary = late if silence_s < left_s else f"{ranks} not done after {limit_s:.0f} s"
                 self._dump_stacks(awaited)
                 raise WorkerError(summary, f"{summary}.\n{self._log_tails(_LINES_WITH_STACKS)}")
-            failures = {rank: said for rank, said in heard if said is not None and _FAILURE in said}
+            failures = {rank: said for rank, said in heard if isinstance(said, WorkerError)}
             if failures:
                 raise self._first_of(failures)
             for rank, said in heard:
-                if said is None:
-                    awaited.discard(rank)
-                else:
+                if isinstance(said, dict):
                     yield rank, said
+                else:
+                    awaited.discard(rank)
 
-    def _hear(self, patience_s: float) -> list[tuple[int, Message | None]]:
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any], limit_s: float) -> list[Any]:
+        """Call ``function(*arguments)`` on every worker (made with ``stay``); return the results by rank."""
+        for rank in self._lines:
+            self._tell(rank, (function, arguments))
+        results: dict[int, Any] = {}
+        awaited = set(self._lines)
+        for rank, message in self.messages(limit_s=limit_s, awaited=awaited):
+            if _RESULT in message:
+                results[rank] = message[_RESULT]
+                awaited.discard(rank)
+        return [results[rank] for rank in sorted(results)]
+
+    def _tell(self, rank: int, what: Any) -> None:
+        data = pickle.dumps(what)  # by value: multiprocessing's own pickler would make ranks share tensors
+        with contextlib.suppress(OSError):  # the worker died: ``messages`` reports how
+            self._lines[rank].send_bytes(data)
+
+    def _hear(self, patience_s: float) -> list[tuple[int, Message | WorkerError | None]]:
         """Return what arrives first within ``patience_s``, with its rank; None from a worker that ended normally."""
-        heard: list[tuple[int, Message | None]] = []
+        heard: list[tuple[int, Message | WorkerError | None]] = []
         ready = wait(self._lines.values(), None if patience_s == math.inf else patience_s)
         for rank, line in [item for item in self._lines.items() if item[1] in ready]:
             try:
-                heard.append((rank, pickle.loads(line.recv_bytes())))
+                message = pickle.loads(line.recv_bytes())
+                heard.append((rank, WorkerError(*message[_FAILURE]) if _FAILURE in message else message))
             except (EOFError, OSError):
                 self._lines.pop(rank).close()
                 heard.append((rank, self._bad_end(rank)))
         return heard
 
-    def _bad_end(self, rank: int) -> Message | None:
-        """Return a failure message for a worker whose connection has closed, or None if it ended normally."""
+    def _bad_end(self, rank: int) -> WorkerError | None:
+        """Return the failure of a worker whose connection has closed, or None if it ended normally."""
         code = _exit_code(self._processes[rank], _LAST_WORD_S)
         if not self._stay and code in (0, None):  # None: it has sent everything; stop() ends it
             return None
@@ -169,18 +171,18 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         summary = f"rank {rank} ended with {how}"
         # A killed worker is the cause of the others' failures; an abort may itself come from a lost connection.
         at = 0.0 if how.startswith("SIG") and how != "SIGABRT" else time.time()
-        return {_FAILURE: f"{summary}.\n{self._log_tails()}", "summary": summary, "raised": False, "at": at}
+        return WorkerError(summary, f"{summary}.\n{self._log_tails()}", at=at)
 
-    def _first_of(self, failures: dict[int, Message]) -> WorkerError:
+    def _first_of(self, failures: dict[int, WorkerError]) -> WorkerError:
         """Return the earliest failure: when one rank raises, the others lose the connection and raise soon after."""
         until = time.monotonic() + _OTHERS_S
         while self._lines and (left_s := until - time.monotonic()) > 0:
             for rank, said in self._hear(left_s):
-                if said is not None and _FAILURE in said:
+                if isinstance(said, WorkerError):
                     failures.setdefault(rank, said)
-        (_, first), *others = sorted(failures.items(), key=lambda failure: failure[1]["at"])
-        after = [f"After that, rank {rank}: {said['summary']}" for rank, said in others]
-        return WorkerError(first["summary"], "\n".join([first[_FAILURE], *after]), first["raised"])
+        (_, first), *others = sorted(failures.items(), key=lambda failure: failure[1].at)
+        after = [f"After that, rank {rank}: {said.summary}" for rank, said in others]
+        return WorkerError(first.summary, "\n".join([str(first), *after]), first.raised)
 
     def _dump_stacks(self, ranks: set[int]) -> None:
         """Make each worker write the stacks of its threads to its log, which explain a hang."""
@@ -354,7 +356,7 @@ def _work(line: Connection, parent: int | None = None, crash_log: Path | None = 
         summary = f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
         text = f"rank {rank} failed.\n{traceback.format_exc()}"
         with contextlib.suppress(OSError):  # the parent is gone
-            send({_FAILURE: text, "summary": summary, "raised": True, "at": time.time()})
+            send({_FAILURE: (summary, text, True, time.time())})
         os._exit(1)  # a clean exit may wait for peers in a collective
     line.close()
     _leave()

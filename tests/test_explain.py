@@ -299,6 +299,12 @@ def test_what_is_gathered_from_slices_says_so_beside_what_is_not() -> None:
     assert said_of("gather", a, b, num_ranks=2) == "the next has another process group: 2 ranks, not 4"
 
 
+def test_an_embedding_beside_other_weights_of_its_unit_is_gathered_apart() -> None:
+    a, b = (spec(fqn, (64, 64), is_table=fqn == "a") for fqn in "ab")
+    assert said_of("gather", a, b) == "the weight of an embedding is gathered apart: forward reads it first"
+    assert "embedding" not in said_of("reduce", a, b)
+
+
 @pytest.mark.parametrize("kind", ["gather", "reduce"])
 def test_units_that_could_be_neighbours_send_alike(kind: str) -> None:
     a, b = (spec(fqn, (64, 64), bucketing="size") for fqn in "ab")

@@ -28,9 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch_compat import dynamo
 from ..api.fully_shard import fully_shard
+from ..core.parts import local_of
 from ..graph.install import manager
 from ..passes import GraphRecord
-from ..tools.inspect import Report
+from ..tools.inspect import Report, inspect
 from ..tools.measure import join_group, own_device
 from ..tools.memory import PeakMeter
 from ..tools.trial import observing
@@ -164,7 +165,7 @@ class DemoRun:
 
     def weigh(self, meter: PeakMeter, batch: Tensor) -> None:
         """Measure the memory between steps, and how far a step on one rank's batch rises above it."""
-        self.held_bytes = sum(_local_bytes(tensor) for tensor in self._held())
+        self.held_bytes = sum(local_of(tensor).nbytes for tensor in self._held())
         peaks = []
         for _ in range(WEIGHED_STEPS):
             self.step([batch])
@@ -186,18 +187,12 @@ class DemoRun:
         }
 
 
-def _local_bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.numel() * local.element_size()
-
-
-def shard_with_fsdp2(model: Transformer, mesh: DeviceMesh, compile_backend: str | None) -> Transformer:
+def shard_with_fsdp2(model: Transformer, mesh: DeviceMesh, compile_backend: str | None) -> None:
     for block in model.blocks:
         if compile_backend is not None:
             block.compile(backend=compile_backend)
         fsdp2.fully_shard(block, mesh=mesh)
     fsdp2.fully_shard(model, mesh=mesh)
-    return model
 
 
 def shard_with_ours(model: Transformer, mesh: DeviceMesh) -> Transformer:
@@ -215,21 +210,21 @@ _AFTER_PASSES = {
 }
 
 
-def train_ours(run: DemoRun, num_steps: int, say: Callable[[str], None]) -> tuple[Report, dict[str, Any]]:
+def train_ours(
+    run: DemoRun, model: Transformer, num_steps: int, say: Callable[[str], None]
+) -> tuple[Report, dict[str, Any]]:
     """Run the first steps of our variant, in which it compiles; return what the passes did, and counts of it."""
-    num_graphs, num_breaks = dynamo.num_dynamo_graphs(), dynamo.num_graph_breaks()
-    report = Report(Transformer.__name__)
 
     def observe(record: GraphRecord) -> None:
-        report.records.append(record)
         say(f"{run.name}: {_AFTER_PASSES[record.stage]}")
 
     say(f"{run.name}: trace the model")
-    with observing(manager.observers, observe):
+    num_breaks = dynamo.num_graph_breaks()
+    with inspect(model) as report, observing(manager.observers, observe):
         run.train(num_steps, timed=False)
+    num_breaks = dynamo.num_graph_breaks() - num_breaks
     stages = {record.stage: _counts(record) for record in report.records}
-    num_graphs, num_breaks = dynamo.num_dynamo_graphs() - num_graphs, dynamo.num_graph_breaks() - num_breaks
-    return report, {"num_graphs": num_graphs, "num_graph_breaks": num_breaks, "stages": stages}
+    return report, {"num_graphs": report.num_dynamo_graphs, "num_graph_breaks": num_breaks, "stages": stages}
 
 
 def _counts(record: GraphRecord) -> dict[str, Any]:
@@ -278,7 +273,7 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
         run = DemoRun(name, compiled, list(model.parameters()), own, settings.learning_rate)
         runs.append(run)
         if name == OURS:
-            report, captured = train_ours(run, num_warmup, say)
+            report, captured = train_ours(run, model, num_warmup, say)
         else:
             run.train(num_warmup, timed=False)
     for step in range(num_warmup, settings.steps):

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from ..passes.budget.residency import MAY, OFFLOAD, SHARDS
-from ..tools.tables import Column, Rows
+from ..tools.tables import Rows
 from .forecast import ON_HOST, OPTIMIZERS, Forecast
 from .joint import FULL, NONE
 from .sweep import TooLarge, Weights
@@ -35,7 +35,7 @@ def show_one(one: Forecast, title: str, console: Console) -> None:
     if budget is not None:
         memory.append(["forward and backward", size(one.held_bytes)])
         memory.append([f"of a budget of {size(budget)}", "met" if one.is_met else "not met"])
-    console.print(Rows("", [Column("on each rank, at the peak", is_number=False), Column("memory")], memory))
+    console.print(Rows("", ("on each rank, at the peak", "memory"), memory))
     time = [
         ["forward", seconds(one.forward_s)],
         ["backward", seconds(one.backward_s)],
@@ -46,7 +46,7 @@ def show_one(one: Forecast, title: str, console: Console) -> None:
         ["tokens/s a rank", f"{one.tokens_per_s_per_rank:,.0f}"],
         ["MFU", f"{one.mfu:.1%}"],
     ]
-    console.print(Rows("", [Column("in a step", is_number=False), Column("")], time))
+    console.print(Rows("", ("in a step", ""), time))
     traced = f"{one.num_traced} of {one.num_periods} repeated layers traced" if one.num_periods > 1 else "all traced"
     console.print(f"Predicted on {one.hardware.profile.name!r}; {traced}.", highlight=False)
     if one.choice is not None:
@@ -74,11 +74,11 @@ def show_sweep(found: Sequence[Forecast | TooLarge], best: Forecast | None, titl
         ]
         for one in planned
     ]
-    names = [Column(head, is_number=False) for head in ("   mesh", "batch", "checkpointing", f"budget {unit}")]
-    figures = map(Column, ("kept, again, host", f"peak {unit}", "step", "waiting", "tokens/s a rank", "MFU"))
+    names = ("   mesh", "batch", "checkpointing", f"budget {unit}")
+    figures = ("kept, again, host", f"peak {unit}", "step", "waiting", "tokens/s a rank", "MFU")
     styles = ["bold green" if one is best else "" if one.fits else "dim" for one in planned]
     if planned:
-        console.print(Rows("", [*names, *figures], cells, styles=styles))
+        console.print(Rows("", (*names, *figures), cells, styles=styles, num_names=len(names)))
     too_large = {one.configuration.mesh: one for one in found if isinstance(one, TooLarge)}
     for mesh, large in sorted(too_large.items(), key=lambda one: one[1].peak_bytes):
         shown = "x".join(map(str, mesh))

@@ -1,7 +1,6 @@
 // Names come from a model: they become text nodes and attributes, never markup.
 const SVG = "http://www.w3.org/2000/svg";
-const KINDS = ["parameter shard", "batch and buffers", "returned by forward", "gathered", "communication buffer", "activation", "gradient", "other"];
-const picture = JSON.parse(document.getElementById("data").textContent);
+const { picture, kinds: KINDS } = JSON.parse(document.getElementById("data").textContent);
 const find = (id) => document.getElementById(id);
 
 function make(space, tag, attributes, children) {

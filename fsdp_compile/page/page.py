@@ -17,6 +17,7 @@ import html
 import json
 from pathlib import Path
 
+from ..passes.cost.owners import KINDS
 from .picture import Picture
 
 _FOLDER = Path(__file__).parent
@@ -32,7 +33,7 @@ def page_of(picture: Picture) -> str:
         "title": html.escape(f"{picture.model}: planned step"),
         "policy": policy,
         "style": style,
-        "data": embedded(dataclasses.asdict(picture)),
+        "data": embedded({"picture": dataclasses.asdict(picture), "kinds": KINDS}),
         "script": script,
     }
     before, *holes = _read("page.html").split("{{")

@@ -23,7 +23,7 @@ from ..passes.cost.profiles import Fit, Link
 from ..passes.cost.roofline import Group, bytes_on_link
 from ..tools.calibrate import fit_line, measured_link
 from ..tools.measure import slowdown_share
-from ..tools.tables import Column, Rows
+from ..tools.tables import Rows
 from .record import Interval, in_both, union
 from .summary import together
 from .traces import Trace, read_folder
@@ -215,10 +215,8 @@ def table_of(refined: Refined) -> Rows:
         rows.append([f"products, {dtype}", "", "", f"{rate / 1e9:,.1f} GFLOP/s", "", ""])
     return Rows(
         title=f"Measured, and {refined.base.name!r} for all else",
-        columns=[
-            *(Column(name, is_number=False) for name in ("", "where")),
-            *map(Column, ("latency", "reaches", "sizes", "error")),
-        ],
+        heads=("", "where", "latency", "reaches", "sizes", "error"),
         cells=rows,
         below="error: the most that the fit is off, of a size's time",
+        num_names=2,
     )

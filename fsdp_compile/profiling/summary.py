@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..tools.tables import WIDTH, Column, Rows, format_bytes, on_one_line, plural
+from ..tools.tables import WIDTH, Rows, format_bytes, on_one_line, plural
 from .listen import EAGER
 from .record import in_both, length, union
 from .traces import Ran, Trace, read_folder
@@ -150,7 +150,7 @@ def _ranks(summary: Summary) -> Rows:
         share = one.exposed_s / one.step_s if one.step_s else 0.0
         cells = [_ms(one.step_s), _ms(one.communication_s), _ms(one.exposed_s), f"{share:.0%}", f"{one.overlap:.0%}"]
         rows.append([str(one.rank), *cells])
-    return Rows(title, [Column(name) for name in _OF_RANKS], rows)
+    return Rows(title, _OF_RANKS, rows, num_names=0)
 
 
 def _table(title: str, collectives: Sequence[OfCollective]) -> Rows:
@@ -166,8 +166,8 @@ def _table(title: str, collectives: Sequence[OfCollective]) -> Rows:
         ]
         for one in collectives
     ]
-    names = [Column("collective", is_number=False), Column("in", is_number=False)]
-    return Rows(title, [*names, *map(Column, ("bytes", "took", "planned", "exposed", "planned"))], rows)
+    heads = ("collective", "in", "bytes", "took", "planned", "exposed", "planned")
+    return Rows(title, heads, rows, num_names=2)
 
 
 def _totals(summary: Summary) -> Rows:
@@ -186,8 +186,7 @@ def _totals(summary: Summary) -> Rows:
         stages = {one.stage for one in summary.collectives}
         below = f"No waiting was planned: {'the eager path has no plan' if stages <= {EAGER, ''} else _NOT_SEEN}."
     title = f"Measured beside planned on {summary.hardware!r}, in a step, in ms"
-    columns = [Column("", is_number=False), *map(Column, ("measured", "planned", "ratio"))]
-    return Rows(title, columns, rows, below)
+    return Rows(title, ("", "measured", "planned", "ratio"), rows, below)
 
 
 def _ms(seconds: float | None) -> str:

@@ -20,7 +20,7 @@ from ..api.fitting import listed
 from ..core.unit import original_class, plain_path
 from ..eager import forward as eager
 from .tables import plural
-from .trial import observing
+from .trial import module_given, observing
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,14 @@ def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
     Every rank must call it, because the forward communicates. Like any forward, it updates running statistics. The
     model's compiled code is dropped, and compiles again when the model next runs.
     """
-    model = dynamo.behind_compile(model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"explain_breaks takes the model and its inputs, but got {type(model).__name__} as the model.")
+    model = module_given(model, "explain_breaks")
     report = BreakReport()
     classes = {type(module) for module in model.modules()}
     dynamo.forget_compiled(classes)
-
-    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        report.num_graphs += 1
-        return graph.forward
-
+    num_graphs_before = dynamo.num_dynamo_graphs()
     with watching(model, report):
-        torch.compile(model, backend=count)(*args, **kwargs)
+        torch.compile(model, backend="eager")(*args, **kwargs)
+    report.num_graphs = dynamo.num_dynamo_graphs() - num_graphs_before
     dynamo.forget_compiled(classes)
     return report
 

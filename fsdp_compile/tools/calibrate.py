@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from ..passes.cost.profiles import KINDS, Fit, HardwareProfile, Link, load_profi
 from ..passes.cost.roofline import Group, collective_seconds, wire_bytes
 from ..workers import Workers
 from . import link, measure
-from .tables import Column, Rows
+from .tables import Rows
 
 WORK = "fsdp_compile.tools.measure:work"
 SILENCE_S = 120.0
@@ -39,7 +37,6 @@ class CalibrationSettings:
     name: str = "this machine"
     out: str = "profile.json"
     link: str | None = None  # a rate; the ranks then run in two network namespaces that are joined at it
-    sizes: tuple[int, ...] = ()  # bytes of the collectives; empty for the device's defaults
 
 
 def run_calibrate(settings: CalibrationSettings, console: Console) -> HardwareProfile:
@@ -57,51 +54,28 @@ def run_calibrate(settings: CalibrationSettings, console: Console) -> HardwarePr
 def measured(settings: CalibrationSettings, console: Console) -> list[dict[str, Any]]:
     """Run the workers, and return what each rank measured, by rank."""
     device = measure.own_device(settings.ranks, 0, has_link=settings.link is not None)
-    sizes = settings.sizes or (measure.GPU_SIZES if device.type == "cuda" else measure.CPU_SIZES)
+    sizes = measure.GPU_SIZES if device.type == "cuda" else measure.CPU_SIZES
     results: list[dict[str, Any]] = [{}] * settings.ranks
-    env = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]} if "OMP_NUM_THREADS" in os.environ else {}
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-compile-calibrate-"))
         wire = stack.enter_context(link.SlowLink(settings.link)) if settings.link else None
-        if wire is None and sys.platform == "linux":
-            # All ranks run on this machine, so gloo need not find out under which address others would see it.
-            env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         job = measure.Job(
             settings.ranks, f"file://{scratch}/rendezvous", sizes, interfaces=wire.interfaces if wire else ()
         )
+        prefixes = wire.prefixes if wire else ()
         workers = Workers(
-            WORK,
-            dataclasses.asdict(job),
-            num_ranks=settings.ranks,
-            log_dir=Path(scratch),
-            env=env,
-            prefixes=wire.prefixes if wire else (),
+            WORK, dataclasses.asdict(job), num_ranks=settings.ranks, log_dir=Path(scratch), prefixes=prefixes
         )
         stack.enter_context(workers)
-        advance = stack.enter_context(_progress(console, measure.stages(job, device)))
-        for rank, message in workers.messages(SILENCE_S):
+        columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+        bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+        task = stack.enter_context(bar).add_task("start processes", total=measure.stages(job, device))
+        for num_before, (rank, message) in enumerate(workers.messages(SILENCE_S)):
             if "result" in message:
                 results[rank] = message["result"]
-            else:
-                advance(message["step"])
+            else:  # a step begins; results come behind all steps
+                bar.update(task, description=message["step"], completed=num_before)
     return results
-
-
-@contextlib.contextmanager
-def _progress(console: Console, total: int) -> Iterator[Any]:
-    """Show a bar of all steps, and yield ``advance(step)``, which is called when a step begins."""
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
-    with bar:
-        task = bar.add_task("start processes", total=total)
-        begun = 0
-
-        def advance(step: str) -> None:
-            nonlocal begun
-            bar.update(task, description=step, completed=begun)
-            begun += 1
-
-        yield advance
 
 
 def fit_line(points: Sequence[tuple[float, float]], latency_s: float = 0.0) -> Fit:
@@ -196,7 +170,7 @@ def compute_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile) -
     ]
     return Rows(
         f"{len(samples)} ranks on {first['device']}{threads}: the slowest rank's",
-        [Column("", is_number=False), Column("matmul"), Column("copy, read and written")],
+        ("", "matmul", "copy, read and written"),
         cells,
     )
 
@@ -215,7 +189,7 @@ def fits_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile, rank
         )
     return Rows(
         f"Collectives of {ranks} ranks over {profile.backend}",
-        [Column("", is_number=False), *map(Column, ("latency", "bandwidth", "error", "largest", "took"))],
+        ("", "latency", "bandwidth", "error", "largest", "took"),
         cells,
         "seconds = latency + bytes each rank sends / bandwidth; error: the line's largest, of a size's time",
     )

@@ -55,8 +55,7 @@ def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
         role = node.meta.get(ROLE)
         if role is None or not is_launch(node):
             continue
-        buckets = plan.gathers if role.kind == "gather" else plan.reduces
-        bucket = buckets[role.bucket]
+        bucket = plan.buckets(role.kind)[role.bucket]
         whole = [node] if role.kind == "gather" else node.all_input_nodes
         kind = KIND_OF[node.target]
         is_last = role.kind == "gather" or bucket.num_replicas == 1 or kind == "all_reduce"

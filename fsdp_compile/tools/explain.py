@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,20 @@ from torch import Tensor, nn
 from .._torch_compat import dynamo
 from ..api.fitting import listed
 from ..core.containers import tensors_in
-from ..passes import Bucket, HardwareProfile, ParamSpec, Plan, Prediction
+from ..passes import Bucket, GraphRecord, HardwareProfile, ParamSpec
+from ..passes.cost.predicted import PredictedGraph
+from ..passes.ir.meta import ROLE, Role
 from ..passes.ir.provenance import Marker, find_unshards, whole_of
 from ..passes.schedule.buckets import gather_key, reduce_key
 from ..passes.schedule.neighbours import neighbours_among
-from ..passes.wire.layout import NEIGHBOURS, BucketLimits, bucket_limits
+from ..passes.wire.layout import NEIGHBOURS, bucket_limits
 from .breaks import BreakReport, watching
 from .explained import ExplainedBucket, ExplainedMemory, ExplainedParameter, ExplainedStep, Explanation
 from .inspect import Report, inspect
 from .pictured import step_owners
 from .predicted import StepRecords, steps_of
 from .tables import format_bytes, format_dtype, format_unit, plural
-from .trial import trial
+from .trial import module_given, trial
 
 # What the members of a bucket may have to have in common, each with the words for it.
 _CALLED = {
@@ -54,9 +56,7 @@ def explain(
     runs. Code that was compiled before is compiled afresh, and a model without compiled code runs under
     ``torch.compile``. ``profile`` names hardware other than the plan's.
     """
-    whole = dynamo.behind_compile(model)
-    if not isinstance(whole, nn.Module):
-        raise TypeError(f"explain takes the model and its inputs, but got {type(model).__name__} as the model.")
+    whole = module_given(model, "explain")
     is_compiled = whole is not model or any(dynamo.is_compiled(module) for module in whole.modules())
     run = model if is_compiled else torch.compile(model)
     breaks = BreakReport()
@@ -91,7 +91,9 @@ def _total(output: Any) -> Tensor | None:
 def _explained(step: StepRecords, profile: HardwareProfile | str | Path | None) -> ExplainedStep:
     predicted = step.predicted(profile)
     markers = _markers(step)
-    buckets = [bucket for graph in predicted.graphs for bucket in _buckets(step, predicted, graph.stage, markers)]
+    specs = {fqn: marker.spec for fqn, marker in markers.items()}
+    halves = zip(predicted.graphs, step.graphs)
+    buckets = [bucket for graph, record in halves for bucket in _buckets(graph, record, specs)]
     parameters = [
         ExplainedParameter(
             fqn=fqn,
@@ -107,7 +109,7 @@ def _explained(step: StepRecords, profile: HardwareProfile | str | Path | None) 
     ]
     memory = [
         ExplainedMemory(graph.stage, tuple(point.at_s for point in graph.timeline.memory), owners)
-        for graph, owners in zip(predicted.graphs, step_owners(step, predicted))
+        for graph, owners in zip(predicted.graphs, step_owners(step))
     ]
     again = () if step.joint is None else step.joint.plan.recompute
     return ExplainedStep(predicted, tuple(buckets), tuple(parameters), tuple(memory), again)
@@ -120,20 +122,13 @@ def _markers(step: StepRecords) -> dict[str, Marker]:
     return {marker.fqn: marker for marker in found if whole_of(marker.node) is None}  # else it gathers slices
 
 
-def _buckets(step: StepRecords, predicted: Prediction, stage: str, markers: dict[str, Marker]) -> list[ExplainedBucket]:
-    plan: Plan = next(record.plan for record in step.graphs if record.stage == stage)
-    specs = {fqn: marker.spec for fqn, marker in markers.items()}
-    apart = {
-        (kind, bucket.fqns, bucket.phase): why_apart(kind, buckets, place, specs)
-        for kind, buckets in (("gather", plan.gathers), ("reduce", plan.reduces))
-        for place, bucket in enumerate(buckets)
-    }
-    found = []
-    for one in predicted.of(stage).collectives:
-        kind = "gather" if one.kind == "all_gather" else "reduce"
-        said = next((words for (its, fqns, _), words in apart.items() if (its, fqns) == (kind, one.fqns)), "")
-        found.append(ExplainedBucket(stage, one, said))
-    return found
+def _buckets(graph: PredictedGraph, record: GraphRecord, specs: Mapping[str, ParamSpec]) -> Iterator[ExplainedBucket]:
+    """Yield the collectives of one graph in the order of launch, each with the reason why its bucket stands apart."""
+    roles: dict[str, Role] = {node.name: node.meta[ROLE] for node in record.snapshots[-1].nodes if ROLE in node.meta}
+    for one in graph.collectives:
+        role = roles[one.launch]
+        apart = why_apart(role.kind, record.plan.buckets(role.kind), role.bucket, specs)
+        yield ExplainedBucket(graph.stage, one, apart)
 
 
 def _eagerly(report: Report, breaks: BreakReport) -> list[str]:
@@ -164,54 +159,49 @@ def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[s
     one, other = buckets[place : place + 2]
     if one.phase != other.phase:
         return "the next is of another phase of the step"
+    has_specs = one.fqns[0] in specs and other.fqns[0] in specs
+    unlike = _unlike(kind, one, other, specs) if has_specs else ""
     if one.unit != other.unit:
         does = "be whole" if kind == "gather" else "wait"
-        allowed = ", which bucketing='neighbours' allows" if _could_be_neighbours(kind, buckets, place, specs) else ""
+        may = has_specs and not unlike and _could_be_neighbours(kind, buckets, one, other, specs)
+        allowed = ", which bucketing='neighbours' allows" if may else ""
         return f"the next is of another unit: together one would {does} a unit longer{allowed}"
-    if not all(bucket.fqns[0] in specs for bucket in (one, other)):
-        return ""
+    if unlike or not has_specs:
+        return unlike
+    a = specs[one.fqns[0]]
+    return f"together they would have more than {format_bytes(bucket_limits(a.backend, a.num_shards).bucket_bytes)}"
+
+
+def _unlike(kind: str, one: Bucket, other: Bucket, specs: Mapping[str, ParamSpec]) -> str:
+    """Return why two buckets would not be merged even if one unit had both and they were small; empty if they would."""
     a, b = specs[one.fqns[0]], specs[other.fqns[0]]
     key = gather_key if kind == "gather" else reduce_key
+    for name, called in _CALLED.items():
+        if key(b) != key(dataclasses.replace(b, **{name: getattr(a, name)})):
+            values = getattr(b, name), getattr(a, name)
+            its, mine = [format_dtype(value) if "dtype" in name else repr(value) for value in values]
+            return f"the next has another {called}: {its}, not {mine}"
     if key(a) != key(b):
-        name, values = next(
-            (name, (getattr(a, name), getattr(b, name)))
-            for name in _CALLED
-            if key(b) != key(dataclasses.replace(b, **{name: getattr(a, name)}))
-        )
-        said = [format_dtype(value) if "dtype" in name else repr(value) for value in values]
-        return f"the next has another {_CALLED[name]}: {said[1]}, not {said[0]}"
+        return "the weight of an embedding is gathered apart: forward reads it first"
     if one.num_ranks != other.num_ranks:  # one of them is gathered from slices, and specs do not describe those
         return f"the next has another process group: {other.num_ranks} ranks, not {one.num_ranks}"
     if a.bucketing == "none":
         return "bucketing='none': each parameter has a collective of its own"
     limits = bucket_limits(a.backend, a.num_shards)
     for bucket in (one, other):
-        if _travels_alone(bucket, limits):
-            size, small = format_bytes(_bytes_of_all(bucket)), format_bytes(limits.small_bytes)
+        num_bytes = bucket.num_bytes * bucket.num_ranks
+        if len(bucket.fqns) == 1 and num_bytes > limits.small_bytes:
+            size, small = format_bytes(num_bytes), format_bytes(limits.small_bytes)
             return f"{bucket.fqns[0]} has {size}, and what has more than {small} travels alone"
-    return f"together they would have more than {format_bytes(limits.bucket_bytes)}"
-
-
-def _travels_alone(bucket: Bucket, limits: BucketLimits) -> bool:
-    return len(bucket.fqns) == 1 and _bytes_of_all(bucket) > limits.small_bytes
-
-
-def _bytes_of_all(bucket: Bucket) -> int:
-    return bucket.num_bytes * bucket.num_ranks
+    return ""
 
 
 def _could_be_neighbours(
-    kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[str, ParamSpec]
+    kind: str, buckets: Sequence[Bucket], one: Bucket, other: Bucket, specs: Mapping[str, ParamSpec]
 ) -> bool:
-    """Whether bucketing='neighbours' would merge the bucket at ``place`` with the next one, which another unit has."""
-    if not all(fqn in specs for bucket in buckets for fqn in bucket.fqns):
-        return False
-    one, other = buckets[place : place + 2]
-    key = gather_key if kind == "gather" else reduce_key
-    first = specs[one.fqns[0]]
-    if one.num_ranks != other.num_ranks or key(first) != key(specs[other.fqns[0]]):
-        return False  # they would not be merged within one unit either
-    if any(_travels_alone(bucket, bucket_limits(first.backend, first.num_shards)) for bucket in (one, other)):
+    """Whether bucketing='neighbours' would have the units of two buckets that are alike travel together."""
+    is_asked = specs[one.fqns[0]].bucketing == "size"  # all parameters of a unit ask for the same, and both units do
+    if not is_asked or not all(fqn in specs for bucket in buckets for fqn in bucket.fqns):
         return False
     units: dict[str, list[ParamSpec]] = {}
     for bucket in buckets:
@@ -219,7 +209,5 @@ def _could_be_neighbours(
             # A reduction waits for the last gradient of its unit, so the unit's last bucket tells its place.
             members = units.pop(bucket.unit, []) if kind == "reduce" else units.get(bucket.unit, [])
             units[bucket.unit] = [*members, *(specs[fqn] for fqn in bucket.fqns)]
-    if any(spec.bucketing != "size" for spec in (*units[one.unit], *units[other.unit])):
-        return False
     groups = neighbours_among(units, small_end=-1 if kind == "reduce" else 0, asking=("size", NEIGHBOURS))
     return any({one.unit, other.unit} <= {*group} for group in groups)

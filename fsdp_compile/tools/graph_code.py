@@ -182,12 +182,10 @@ def _describe(value: Any) -> Iterator[str]:
         yield f"[{', '.join(map(str, value.shape))}]"
         yield format_dtype(value.dtype)
         yield format_bytes(num_bytes_of(value))
-    elif isinstance(value, (torch.SymInt, torch.SymFloat)):
-        yield (
-            f"symbolic {value}, {inductor.size_when_compiled(value)} when compiled"
-            if isinstance(value, torch.SymInt)
-            else str(value)
-        )
+    elif isinstance(value, torch.SymInt):
+        yield f"symbolic {value}, {inductor.size_when_compiled(value)} when compiled"
+    elif isinstance(value, torch.SymFloat):
+        yield str(value)
     elif value is not None and not isinstance(value, (tuple, list, bool, int, float)):
         yield f"{type(value).__name__}, not recorded"
 

@@ -50,7 +50,7 @@ def inspect(model: nn.Module) -> Iterator[Report]:
             "it trains, and call the step inside the block."
         )
     classes = {type(module) for module in model.modules() if original_class(module) is not type(module)}
-    report = Report(_name(model), num_sharded_classes=len(classes))
+    report = Report(original_class(dynamo.behind_compile(model)).__name__, num_sharded_classes=len(classes))
     report.num_forgotten = dynamo.forget_compiled(classes)
     num_graphs_before = dynamo.num_dynamo_graphs()
     by_passes = observing(manager.observers, report.records.append)
@@ -98,7 +98,7 @@ def _around(unit: Unit) -> Around:
 class Report:
     """The graphs, plans and collectives that ``inspect`` recorded."""
 
-    def __init__(self, model: str, num_sharded_classes: int = 0) -> None:
+    def __init__(self, model: str, num_sharded_classes: int) -> None:
         self.model = model
         self.records: list[GraphRecord] = []
         self.num_forgotten = 0  # frames that had been compiled before the block
@@ -283,7 +283,3 @@ def _written(path: str | Path, text: str) -> Path:
     path = Path(path)
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def _name(model: nn.Module) -> str:
-    return original_class(dynamo.behind_compile(model)).__name__

@@ -9,13 +9,13 @@ collective waits on the wire, and compute can run beside it. The benchmarks and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 from pathlib import Path
-from types import TracebackType
 
 _PREFIX = "fsdp-compile-bench-"
 _INTERFACES = ("fclink0", "fclink1")
@@ -26,8 +26,8 @@ class LinkError(Exception):
     """The link cannot be made; the message says why, and what to do."""
 
 
-class SlowLink:
-    """Context manager: the namespaces exist inside the `with` block and not after it, whatever ends it."""
+class SlowLink(contextlib.AbstractContextManager["SlowLink"]):
+    """The namespaces exist inside the `with` block and not after it, whatever ends it."""
 
     def __init__(self, rate: str) -> None:
         self.rate = rate
@@ -50,9 +50,7 @@ class SlowLink:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._remove()
 
     def _build(self) -> None:

@@ -24,7 +24,6 @@ from .._torch_compat import dynamo
 from ..graph.install import manager
 from ..passes import GraphRecord
 from ..passes.manager import Listener
-from .predicted import StepRecords
 from .report import GraphReport, what_becomes
 from .tables import format_bytes, plural, table
 
@@ -46,8 +45,7 @@ class Log:
         return not self.names.isdisjoint(("plan", "graph")) or dynamo.is_tracing_to_a_file()
 
     def tell(self, record: GraphRecord) -> None:
-        step = StepRecords(record) if record.stage == "joint" else StepRecords(graphs=[record])
-        report = GraphReport(record, self._num_graphs, step)
+        report = GraphReport(record, self._num_graphs)
         self._num_graphs += 1
         if logger.isEnabledFor(logging.INFO):
             logger.info("\n".join([_rank() + _line(report), *self._below(report)]))

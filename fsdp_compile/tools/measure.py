@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -108,9 +109,11 @@ def work(settings: dict[str, Any], rank: int, send: Send) -> None:
 
 
 def join_group(device: torch.device, ranks: int, rank: int, rendezvous: str, timeout_s: float) -> None:
-    """Join the group of all workers: over NCCL on GPUs, over gloo on the CPU."""
+    """Join the group of all workers, which are on this machine: over NCCL on GPUs, over gloo on the CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks under which address others would see it
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=rendezvous,

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dynamo
 from ..api.module import set_all_reduce, set_sync
 from ..core.containers import map_tensors
 from ..core.unit import units_in
-from .trial import require_between_steps, trial
+from .trial import module_given, require_between_steps, trial
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,7 @@ def check_parity(
     copies of the input tensors. Post-accumulate-grad hooks (an optimizer in backward) do not run. Gradients are reduced
     before they are compared, even with synchronization off. Forward hooks and tensor hooks run as in any step.
     """
-    model = dynamo.behind_compile(model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"check_parity takes the model and its inputs, but got {type(model).__name__} as the model.")
+    model = module_given(model, "check_parity")
     if not units_in(model):
         raise ValueError(f"{type(model).__name__} holds no module that fully_shard was applied to. Shard it first.")
     if loss is not None and not callable(loss):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -18,12 +17,13 @@ from ..page.picture import (
     PicturedStep,
     PicturedWork,
 )
-from ..passes import GraphRecord, Plan, Prediction
+from ..passes import GraphRecord
 from ..passes.cost.memory import memories_of, saved_by, taken_as, weigh
 from ..passes.cost.owners import RETURNED, MemoryOwners, Owned, module_of, owners_of, saved_kinds
-from ..passes.cost.predicted import PredictedCollective, PredictedGraph
+from ..passes.cost.predicted import PredictedGraph
 from ..passes.ir.meta import ROLE
 from ..passes.wire.streams import TO_DEVICE, TO_HOST
+from .collectives import collectives_of
 from .graph_code import node_lines
 from .predicted import StepRecords
 from .tables import format_dtype, format_unit
@@ -43,8 +43,7 @@ def _step(step: StepRecords, number: int) -> PicturedStep | None:
         return PicturedStep(f"step {number + 1}", differences=tuple(_differences(step)))
     predicted = step.predicted()
     graphs, start_s = [], 0.0
-    for one, owners in zip(predicted.graphs, step_owners(step, predicted)):
-        record = next(record for record in step.graphs if record.stage == one.stage)
+    for one, record, owners in zip(predicted.graphs, step.graphs, step_owners(step)):
         graphs.append(_graph(one, record, owners, start_s))
         start_s += one.seconds
     trained = step.joint is not None or any(record.plan.reduces for record in step.graphs)
@@ -65,13 +64,12 @@ def _step(step: StepRecords, number: int) -> PicturedStep | None:
     )
 
 
-def step_owners(step: StepRecords, predicted: Prediction) -> list[MemoryOwners]:
-    """Return who holds memory in each predicted graph. What forward's callers hold is alive in backward as well."""
-    records = [next(one for one in step.graphs if one.stage == graph.stage) for graph in predicted.graphs]
-    graphs: list[tuple[Any, Plan]] = [(one.graph, one.plan) for one in records]
+def step_owners(step: StepRecords) -> list[MemoryOwners]:
+    """Return who holds memory in each graph of a step. What forward's callers hold is alive in backward as well."""
+    graphs = [one.snapshots[-1] for one in step.graphs]
     if len(graphs) < 2:
-        return [owners_of(*graphs[0])]
-    (forward, its_plan), (backward, then) = graphs
+        return [owners_of(graphs[0], step.graphs[0].plan)]
+    (forward, backward), (its_plan, then) = graphs, [one.plan for one in step.graphs]
     num_results = saved_by(forward, backward)
     weight = weigh(*memories_of(forward, backward, num_results), num_results)
     first = owners_of(forward, its_plan)
@@ -82,8 +80,8 @@ def step_owners(step: StepRecords, predicted: Prediction) -> list[MemoryOwners]:
 
 
 def _graph(predicted: PredictedGraph, record: GraphRecord, owners: MemoryOwners, start_s: float) -> PicturedGraph:
-    assert record.graph is not None
-    nodes = {node.name: node for node in record.graph.nodes}
+    graph = record.snapshots[-1]
+    nodes = {node.name: node for node in graph.nodes}
     compute = []
     for span in predicted.timeline.compute:
         if span.end_s <= span.start_s:
@@ -96,21 +94,16 @@ def _graph(predicted: PredictedGraph, record: GraphRecord, owners: MemoryOwners,
     collectives = tuple(
         PicturedCollective(
             one.kind, format_unit(one.unit), one.fqns, format_dtype(one.dtype), one.num_bytes,
-            _bucket_bytes(one), one.group, start_s + one.launched_s, start_s + one.start_s,
+            launch.bucket_bytes, one.group, start_s + one.launched_s, start_s + one.start_s,
             start_s + one.end_s, start_s + one.waited_s, one.seconds, one.beside_s, one.exposed_s, one.cause,
             one.verdict, (one.launched_behind, one.launched_before, one.waited_behind, one.waited_before),
         )
-        for one in predicted.collectives
+        for one, launch in zip(predicted.collectives, collectives_of(graph, record.plan))
     )  # fmt: skip
     return PicturedGraph(
         predicted.stage, start_s, predicted.seconds, predicted.exposed_s, tuple(compute), collectives,
         _others(predicted, start_s), _memory(predicted, owners, start_s),
     )  # fmt: skip
-
-
-def _bucket_bytes(one: PredictedCollective) -> int:
-    """Return the bytes of all ranks' parts; an all_reduce over replicas sends one part."""
-    return one.num_bytes if one.kind == "all_reduce" else one.num_bytes * one.num_ranks
 
 
 def _others(predicted: PredictedGraph, start_s: float) -> tuple[PicturedWork, ...]:

@@ -42,24 +42,16 @@ class StepRecords:
                 "on Inductor, and run backward in the block as well."
             )
         where = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
-        pairs = [(one.graph, one.plan) for one in self.graphs if one.graph is not None]
+        pairs = [(one.snapshots[-1], one.plan) for one in self.graphs]
         choice = None if self.joint is None else self.joint.plan.choice
         budget_bytes = None if choice is None else choice.budget_bytes
-        return predict(pairs, where, functools.partial(self._group, where), self.residency, budget_bytes)
+        groups = {name: Group.of(ranks, where) for one in self.graphs for name, ranks in one.ranks.items()}
+        return predict(pairs, where, groups, self.residency, budget_bytes)
 
     @functools.cached_property
     def _by_default(self) -> Prediction:
         planned_by = next((one.profile for one in self.records if one.profile is not None), None)
         return self.predicted(planned_by or default_profile(_device_of(self.records)))
-
-    def _group(self, profile: HardwareProfile, name: str) -> Group:
-        return Group.of(self._ranks(name), profile)
-
-    def _ranks(self, group: str) -> Sequence[int]:
-        known = {name: ranks for one in self.graphs for name, ranks in one.ranks.items()}
-        if group not in known:
-            raise LookupError(f"the ranks of the process group {group!r} are not known")
-        return known[group]
 
     @functools.cached_property
     def residency(self) -> dict[str, Residency]:

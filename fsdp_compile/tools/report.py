@@ -11,7 +11,7 @@ from ..passes.ir.provenance import Marker, find_reduces, find_unshards
 from ..passes.wire.copies import is_copy, launch_to_host
 from .collectives import Collective, collectives_of, num_bytes_of
 from .graph_code import runnable_code
-from .predicted import StepRecords, collectives_table
+from .predicted import StepRecords, collectives_table, steps_of
 from .tables import format_bytes, format_dtype, format_unit, plural, shorten, table
 
 
@@ -21,7 +21,7 @@ class GraphReport:
     def __init__(self, record: GraphRecord, number: int, step: StepRecords | None = None) -> None:
         self.record = record
         self.number = number
-        self._step = StepRecords(graphs=[record]) if step is None else step
+        self._step = steps_of([record])[0] if step is None else step
 
     def __repr__(self) -> str:
         return f"<{self.name}: {len(self.launches)} collectives>"

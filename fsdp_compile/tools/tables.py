@@ -33,36 +33,26 @@ _ANY_WIDTH = 10_000  # columns
 
 
 @dataclass(frozen=True)
-class Column:
-    """One column. Its head stands above its cells in a table, or in front of each cell in lines."""
-
-    head: str
-    is_number: bool = True
-
-
-@dataclass(frozen=True)
 class Rows:
-    """Rows that print as a table where there is room, else as lines; the first cell of a row is its name.
+    """Rows that print as a table where there is room, else as lines. Heads stand above cells, or in front of each.
 
     Rich by itself shortens cells to what fits, numbers and names alike, until a column is gone.
     """
 
     title: str
-    columns: Sequence[Column]
+    heads: Sequence[str]
     cells: Sequence[Sequence[str]]
     below: str = ""
     styles: Sequence[str] = ()  # of the rows
+    num_names: int = 1  # so many of the first columns are words, and the first is a row's name; the others are numbers
 
     @property
-    def least_width(self) -> int:
+    def _least_width(self) -> int:
         """The smallest width at which all columns are whole, except that names may continue on the next line."""
         from rich.cells import cell_len
 
-        widths = [
-            max(cell_len(column.head), *(cell_len(row[place]) for row in self.cells), 0)
-            for place, column in enumerate(self.columns)
-        ]
-        if not self.columns[0].is_number:
+        widths = [max(map(cell_len, column)) for column in zip(self.heads, *self.cells)]
+        if self.num_names:
             widths[0] = min(widths[0], _LEAST_NAME)
         return sum(widths) + _BETWEEN * (len(widths) - 1) + 2
 
@@ -70,13 +60,13 @@ class Rows:
         from rich.padding import Padding
         from rich.text import Text
 
-        if self.least_width <= options.max_width:
+        if self._least_width <= options.max_width:
             yield self._table()
         else:
             yield Text(self.title, style="bold")
-            heads = [column.head for column in self.columns]
             for row, style in self._styled():
-                name, others = _in_words(heads, row, has_name=not self.columns[0].is_number)
+                name = row[0] if self.num_names else _in_words(self.heads[:1], row)
+                others = _in_words(self.heads[1:], row[1:])
                 yield Text(name, style, overflow="fold")
                 yield Padding(Text(others, style, overflow="fold"), (0, 0, 0, 2))
             yield Text()
@@ -89,10 +79,9 @@ class Rows:
         from rich.text import Text
 
         table = Table(title=self.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-        for place, column in enumerate(self.columns):
-            is_name = place == 0 and not column.is_number
-            side: JustifyMethod = "right" if column.is_number else "left"
-            table.add_column(column.head, justify=side, no_wrap=not is_name, overflow="fold")
+        for place, head in enumerate(self.heads):
+            side: JustifyMethod = "left" if place < self.num_names else "right"
+            table.add_column(head, justify=side, no_wrap=place > 0 or not self.num_names, overflow="fold")
         for row, style in self._styled():
             table.add_row(*map(Text, row), style=style)
         return table
@@ -112,9 +101,7 @@ def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = (), width: int
     rows = [[on_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(*rows)]
     if width is not None and sum(widths) + 2 * len(widths) - 2 > width:
-        return [
-            line for row in rows[1:] for line in wrapped(", ".join(_in_words(rows[0], row, has_name=False)), width)
-        ]
+        return [line for row in rows[1:] for line in wrapped(_in_words(rows[0], row), width)]
     spaces = [[" " * (size - cell_len(cell)) for cell, size in zip(row, widths)] for row in rows]
     aligned = [
         [space + cell if place in right else cell + space for place, (cell, space) in enumerate(zip(row, its))]
@@ -123,10 +110,9 @@ def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = (), width: int
     return ["  ".join(row).rstrip() for row in aligned]
 
 
-def _in_words(heads: Sequence[str], row: Sequence[str], has_name: bool) -> tuple[str, str]:
-    """Return the first cell of a row, and a text that has each other cell behind the head of its column."""
-    first, *others = [f"{head} {cell}".strip() if cell else "" for head, cell in zip(heads, row)]
-    return row[0] if has_name else first, ", ".join(filter(None, others))
+def _in_words(heads: Sequence[str], row: Sequence[str]) -> str:
+    """Return a text that has each cell of a row behind the head of its column."""
+    return ", ".join(f"{head} {cell}".strip() for head, cell in zip(heads, row) if cell)
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch_compat import autograd
+from .._torch_compat import autograd, dynamo
 from ..api.classes import parts_of
 from ..core.accumulation import Held
 from ..core.undo import Before
@@ -27,6 +27,14 @@ def observing(observers: list[Any], note: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         observers.remove(note)
+
+
+def module_given(model: Any, tool: str) -> nn.Module:
+    """Return the module that the user gave to a tool, without what ``torch.compile`` put around it."""
+    whole = dynamo.behind_compile(model)
+    if not isinstance(whole, nn.Module):
+        raise TypeError(f"{tool} takes the model and its inputs, but got {type(model).__name__} as the model.")
+    return whole
 
 
 def require_between_steps(model: nn.Module, tool: str) -> None:
