@@ -117,16 +117,5 @@ def without(interval: Interval, taken: Iterable[Interval]) -> list[Interval]:
     return left
 
 
-def in_both(these: Iterable[Interval], those: Iterable[Interval]) -> list[Interval]:
-    """Return the intervals that are in both of two unions."""
-    found, left, right = [], list(these), list(those)
-    while left and right:
-        start, end = max(left[0][0], right[0][0]), min(left[0][1], right[0][1])
-        if start < end:
-            found.append((start, end))
-        (left if left[0][1] < right[0][1] else right).pop(0)
-    return found
-
-
 def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
