@@ -21,6 +21,8 @@ from .annotate import COLLECTIVE, GRAPH, KEY
 from .record import Event, Interval, load, recorded_events
 
 SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")
+# Matrix products, and which argument of them is the left factor; the right one follows.
+_LEFT_OF = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 
 
 @dataclass(frozen=True)
@@ -185,24 +187,12 @@ def _products(events: Sequence[Event]) -> Iterable[Product]:
         if event.category == "kernel":
             kernels[event.args.get("External id")].append(event)
     for event in events:
-        if event.category != "cpu_op":
+        left = _LEFT_OF.get(event.name)
+        if left is None:
             continue
-        flops, place = _flops(event)
-        if not flops:
-            continue
+        one, other = event.shape(left), event.shape(left + 1)
+        flops = 2.0 * math.prod(one) * other[-1] if one and other else 0.0  # multiplications and additions
         ran = kernels.get(event.args.get("External id"), []) if kernels else [event]
-        if ran:
+        if flops and ran:
             interval = min(one.start for one in ran) / 1e6, max(one.end for one in ran) / 1e6
-            yield Product(event.size(place)[1], flops, interval)
-
-
-def _flops(event: Event) -> tuple[float, int]:
-    """Return the number of multiplications and additions, and which argument is the left one."""
-    operator = event.name.removeprefix("aten::")
-    left = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}.get(operator)
-    if left is None or not event.name.startswith("aten::"):
-        return 0.0, 0
-    one, other = event.shape(left), event.shape(left + 1)
-    if not one or not other or not isinstance(one[-1], int):
-        return 0.0, left
-    return 2.0 * math.prod(one) * other[-1], left
+            yield Product(event.dtype(left), flops, interval)
