@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ..passes.wire.collectives import KIND_OF
 from ..passes.wire.layout import places_of_members
-from .listen import EAGER, Expected, Heard, number_of_mark
+from .listen import EAGER, Expected, Heard, mark_of
 from .record import DTYPES, Event, Interval, union, without
 
 ITEMSIZES = dict(DTYPES.values())
@@ -86,9 +86,8 @@ def _launched(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, 
     left: dict[object, tuple[str, list[Expected]]] = {}  # by thread: what its graph has still to launch
     next_up: dict[object, Expected] = {}  # by thread: the eager launch that its mark announced
     for event in events:
-        number = number_of_mark(event.name)
-        if number is not None and number < len(heard):
-            mark = heard[number]
+        mark = mark_of(event.name, heard)
+        if mark is not None:
             if mark.stage == EAGER:
                 next_up[event.thread] = mark.launches[0]
             else:
@@ -102,8 +101,8 @@ def _launched(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, 
         if expected is None or expected.kind != kind:
             stage, queue = left.get(event.thread, ("", []))
             expected = _first_like(queue, kind, event, ranks)
-        num_ranks = len(ranks.get(expected.group, ())) if expected else 0
-        flights.append(Recorded(kind, event, expected, stage if expected else "", num_ranks or _said(kind, event)))
+        num_ranks = len(ranks[expected.group]) if expected else _said(kind, event)
+        flights.append(Recorded(kind, event, expected, stage if expected else "", num_ranks))
     return flights
 
 
@@ -111,7 +110,7 @@ def _first_like(queue: list[Expected], kind: str, launch: Event, ranks: dict[str
     for place, one in enumerate(queue):
         sent = one.num_bytes
         if kind in ("reduce_scatter", "all_to_all"):
-            sent *= len(ranks.get(one.group, ()))
+            sent *= len(ranks[one.group])
         if one.kind == kind and sent == _bytes_sent(launch, one):
             return queue.pop(place)
     return None
