@@ -26,7 +26,6 @@ from .record import Event, recorded_events
 
 KEY = "fsdp_compile"
 COLLECTIVE, WAIT, GRAPH = "collective", "wait", "graph"
-_VERSION = 1
 _FIRST_LANE = 1 << 22  # above all numbers of threads
 # Names that torch-tb-profiler knows. It does not count operators of other names as communication.
 _PLUGIN_NAMES = {
@@ -65,13 +64,12 @@ def annotate(trace: dict[str, Any], facts: Facts) -> dict[str, Any]:
     for flight in sorted(flights, key=lambda one: one.interval):
         step = next((_number_of(one) for one in steps if one.start <= flight.launch.start <= one.end), None)
         added += _ranges_of(flight, step, lanes, facts, says_model)
-        _rename(flight, of_nccl if flight.run is not None and flight.run.category == "kernel" else ())
+        _rename(flight, of_nccl)
     added += lanes.names()
     added += _graphs(events, facts.heard)
     return {
         **trace,
         KEY: {
-            "version": _VERSION,
             "rank": facts.rank,
             "world_size": facts.world_size,
             "num_steps": len(steps),
@@ -141,17 +139,20 @@ def _planned(flight: Recorded, facts: Facts) -> tuple[float | None, float | None
     return collective_seconds(flight.kind, flight.num_bytes, group, facts.hardware), None
 
 
-def _rename(flight: Recorded, events: Sequence[Event]) -> None:
-    """Let torch-tb-profiler's distributed view count a run: it knows few names, and kernels by operator number."""
+def _rename(flight: Recorded, of_nccl: Sequence[Event]) -> None:
+    """Let torch-tb-profiler's distributed view count a run: it knows few names, and kernels by operator number.
+
+    ``of_nccl`` are the ranges of NCCL's operators on the threads that launch kernels.
+    """
     run = flight.run
     if run is None or flight.expected is None:
         return
     if run.category != "kernel":
         _call_it(run, flight.kind)
         return
-    for event in events:  # the operator's range on the thread that launched the kernel
+    for event in of_nccl:
         inside = flight.launch.start <= event.start and event.end <= flight.launch.end
-        if inside and event.thread == flight.launch.thread and event.name.startswith("nccl:"):
+        if inside and event.thread == flight.launch.thread:
             _call_it(event, flight.kind)
             event.raw["args"]["External id"] = run.args.get("External id")
 

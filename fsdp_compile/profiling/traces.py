@@ -97,19 +97,14 @@ class Trace:
         return max(len(self.steps), 1)
 
 
-def trace_paths(folder: Path) -> list[Path]:
-    """Return the paths of the traces; ValueError where there are none."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder. Give the one that `fsdp-compile profile --out` wrote traces into.")
-    found = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES))
-    if not found:
-        raise ValueError(f"{folder} holds no *{SUFFIXES[0]}: give a folder that `fsdp-compile profile` wrote.")
-    return found
-
-
 def read_folder(folder: str | Path) -> list[Trace]:
     """Read the traces of all ranks that are there, sorted by rank; ValueError unless they are of one run of ours."""
-    traces = sorted([read_trace(path) for path in trace_paths(Path(folder))], key=lambda one: one.rank)
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder} is no folder. Give the one that `fsdp-compile profile --out` wrote traces into.")
+    paths = sorted(path for path in Path(folder).iterdir() if path.name.endswith(SUFFIXES))
+    if not paths:
+        raise ValueError(f"{folder} holds no *{SUFFIXES[0]}: give a folder that `fsdp-compile profile` wrote.")
+    traces = sorted(map(read_trace, paths), key=lambda one: one.rank)
     for one, other in pairwise(traces):
         if one.rank == other.rank:
             raise ValueError(
@@ -145,7 +140,7 @@ def read_trace(path: Path) -> Trace:
         steps=tuple((one.start / 1e6, one.end / 1e6) for one in steps),
         collectives=tuple(_ran(event) for event in ours if event.args["step"] is not None),
         calls=tuple(
-            _call(event)
+            GraphCall((event.end - event.start) / 1e6, _s(event.args["planned_us"]))
             for event in events
             if event.args.get(KEY) == GRAPH and any(step.start <= event.start <= step.end for step in steps)
         ),
@@ -170,10 +165,6 @@ def _ran(event: Event) -> Ran:
         planned_s=_s(args["planned_us"]),
         planned_exposed_s=_s(args["planned_exposed_us"]),
     )
-
-
-def _call(event: Event) -> GraphCall:
-    return GraphCall((event.end - event.start) / 1e6, _s(event.args["planned_us"]))
 
 
 def _s(us: float | None) -> float | None:
