@@ -138,10 +138,11 @@ def _find_on_gloo(flights: Sequence[Recorded], events: Sequence[Event]) -> None:
     runs = [event for event in events if event.name.startswith("gloo:")]
     taken: set[int] = set()
     for flight in flights:
+        elements = flight.launch.elements()
         begin = bisect.bisect_left(runs, flight.launch.start, key=lambda event: event.start)
         for place in range(begin, len(runs)):
             run = runs[place]
-            if place not in taken and run.name in _GLOO[flight.kind] and run.elements() == flight.launch.elements():
+            if place not in taken and run.name in _GLOO[flight.kind] and run.elements() == elements:
                 taken.add(place)
                 flight.run = run
                 break
