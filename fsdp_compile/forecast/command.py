@@ -190,18 +190,20 @@ def _read_configuration(
 
 
 def _mesh(arguments: argparse.Namespace) -> tuple[int, ...]:
-    num_ranks = None if arguments.world_size is None else _whole("--world-size", arguments.world_size)
+    said = arguments.world_size
+    if said is not None and len(_sizes(said)) != 1:
+        raise Mistake(f"--world-size {said} is no number of ranks: give a whole number above 0.")
+    num_ranks = None if said is None else int(said)
     if arguments.mesh is None:
         if num_ranks is None:
             raise Mistake("say how many ranks there are: --world-size 512, or --mesh 8x64.")
         return (num_ranks,)
-    sizes = arguments.mesh.split("x")
-    if len(sizes) > 2 or not all(one.isdecimal() and int(one) for one in sizes):
+    mesh = _sizes(arguments.mesh)
+    if len(mesh) not in (1, 2):
         raise Mistake(
             f"--mesh {arguments.mesh} is no mesh: give how many ranks share parameters out (512), or replicas times "
             "shards (8x64)."
         )
-    mesh = tuple(int(one) for one in sizes)
     if num_ranks is not None and math.prod(mesh) != num_ranks:
         fitting = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
         shards = min(fitting, key=lambda size: abs(size - mesh[-1]))
@@ -217,16 +219,16 @@ def _read_batch(said: str | None) -> tuple[int, int]:
     """Return the number of sequences, and their length."""
     if said is None:
         return _BATCH
-    sizes = said.split("x")
-    if len(sizes) != 2 or not all(one.isdecimal() and int(one) for one in sizes):
+    sizes = _sizes(said)
+    if len(sizes) != 2:
         raise Mistake(f"--batch {said} is no batch: give sequences times their length, such as 2x8192.")
-    return int(sizes[0]), int(sizes[1])
+    return sizes[0], sizes[1]
 
 
-def _whole(option: str, said: str) -> int:
-    if not said.isdecimal() or int(said) < 1:
-        raise Mistake(f"{option} {said} is no number of ranks: give a whole number above 0.")
-    return int(said)
+def _sizes(said: str) -> tuple[int, ...]:
+    """Return the whole numbers above 0 that are said, with an x between them; none if anything else is said."""
+    sizes = said.split("x")
+    return tuple(map(int, sizes)) if all(one.isdecimal() and int(one) for one in sizes) else ()
 
 
 def _bytes(option: str, said: str) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..passes.budget.budget import searched
 from ..passes.budget.periods import FEW, Periods, layers_of, periods_of
@@ -22,7 +22,7 @@ from ..passes.cost.roofline import node_flops
 from ..passes.cost.steps import Blocks, Bytes, Half, Unsettled, lengthened, peak, plus, replay, settled
 from ..passes.ir.plan import Choice, Plan
 from ..passes.ir.provenance import find_reduces
-from .joint import PRECISIONS, device_mesh, joint_graph
+from .joint import PRECISIONS, joint_graph
 from .layers import LayerRun, find_run, with_fewer
 from .steps import KINDS, half_of, kinds_by_name
 from .target import Made
@@ -169,7 +169,7 @@ class Planner:
     ) -> None:
         self.made, self.configuration, self.hardware, self._told = made, configuration, hardware, told
         self.run: LayerRun | None = find_run(made.model)
-        self._joints: dict[int, tuple[fx.Graph, Plan]] = {}
+        self._num_traced = 0  # periods, the last time
         self._choice: Choice | None = None
         self._hosted: frozenset[str] = frozenset()  # parameters whose shards are on the host
 
@@ -179,21 +179,20 @@ class Planner:
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
-        return device_mesh(self.configuration.mesh)
+        """The mesh of all graphs: another one would make process groups with other names."""
+        mesh = self.configuration.mesh
+        return init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
 
     def joint(self, times: int) -> tuple[fx.Graph, Plan]:
-        """Return the joint graph with ``times`` periods, and its plan."""
-        if times not in self._joints:
-            model, run = self.made.model, self.run
-            if run is not None:
-                model, run = with_fewer(model, run, times), dataclasses.replace(run, times=times)
-                self._told(f"tracing {times * run.period} of {self.num_periods * run.period} layers")
-            one, hardware = self.configuration, self.hardware
-            chosen_for = None if one.budget is None else hardware.profile
-            self._joints[times] = joint_graph(
-                model, self.made.call, self._mesh, hardware.precision, one.checkpointing, run, chosen_for
-            )
-        return self._joints[times]
+        """Trace the joint graph with ``times`` periods; return it and its plan."""
+        model, run = self.made.model, self.run
+        if run is not None:
+            model, run = with_fewer(model, run, times), dataclasses.replace(run, times=times)
+            self._told(f"tracing {times * run.period} of {self.num_periods * run.period} layers")
+        self._num_traced = times
+        one, hardware = self.configuration, self.hardware
+        chosen_for = None if one.budget is None else hardware.profile
+        return joint_graph(model, self.made.call, self._mesh, hardware.precision, one.checkpointing, run, chosen_for)
 
     def all_alike(self) -> tuple[BothHalves, Periods]:
         """Return a step with all periods, and what was traced: few of them, or as many as tell what the others do."""
@@ -246,7 +245,7 @@ class Planner:
             first.exposed_s + then.exposed_s,
             self.made.num_tokens * self.hardware.num_ranks,
             _of_all(_flops(periods.graph), periods),
-            max(self._joints) * period,
+            self._num_traced * period,
             self.num_periods * period,
             self._choice,
             away,

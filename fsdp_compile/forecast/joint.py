@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -98,27 +98,11 @@ def joint_graph(
     return graph, joints[0].plan
 
 
-def device_mesh(mesh: tuple[int, ...]) -> DeviceMesh:
-    """Make the one mesh of all graphs of a plan: each call makes process groups, and they have other names."""
-    return init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
-
-
 def _shard(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, run: LayerRun | None) -> None:
     """Make each layer a unit: the classes in the model's ``_no_split_modules``, or else the layers that repeat."""
-    policy: Any = None
-    said = any(getattr(one, "_no_split_modules", None) for one in model.modules())
-    if run is not None and not said:
-        layers = {id(one) for one in model.get_submodule(run.path).children()}
-
-        def policy(module: nn.Module) -> bool:
-            return id(module) in layers
-
-    elif run is None and not said:
-
-        def policy(module: nn.Module) -> bool:
-            return False
-
-    auto_shard(model, policy, mesh=mesh, mp_policy=precision)
+    layers = set() if run is None else set(model.get_submodule(run.path).children())
+    is_said = any(getattr(one, "_no_split_modules", None) for one in model.modules())
+    auto_shard(model, None if is_said else lambda module: module in layers, mesh=mesh, mp_policy=precision)
 
 
 def _checkpoint(model: nn.Module, how: str, run: LayerRun | None) -> None:

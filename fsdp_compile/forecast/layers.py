@@ -41,8 +41,6 @@ def find_run(model: nn.Module) -> LayerRun | None:
         children = list(module.children())
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(children) < 2:
             continue
-        if any("." in name for name, _ in module.named_children()):
-            continue
         run = _longest(path, _signatures(children))
         covered = 0 if run is None else run.times * sum(_numel(children[place]) for place in run.layers(0))
         if covered > most:

@@ -20,13 +20,12 @@ from typing import Any
 from ..passes import HardwareProfile
 from ..passes.cost.roofline import Group, collective_seconds
 from ..passes.ir.plan import named
-from .listen import EAGER, Expected, Heard, number_of_mark
+from .listen import EAGER, Expected, Heard, mark_of
 from .match import Recorded, flights_of
 from .record import Event, recorded_events
 
 KEY = "fsdp_compile"
 COLLECTIVE, WAIT, GRAPH = "collective", "wait", "graph"
-_VERSION = 1
 _FIRST_LANE = 1 << 22  # above all numbers of threads
 # Names that torch-tb-profiler knows. It does not count operators of other names as communication.
 _PLUGIN_NAMES = {
@@ -65,13 +64,12 @@ def annotate(trace: dict[str, Any], facts: Facts) -> dict[str, Any]:
     for flight in sorted(flights, key=lambda one: one.interval):
         step = next((_number_of(one) for one in steps if one.start <= flight.launch.start <= one.end), None)
         added += _ranges_of(flight, step, lanes, facts, says_model)
-        _rename(flight, of_nccl if flight.run is not None and flight.run.category == "kernel" else ())
+        _rename(flight, of_nccl)
     added += lanes.names()
     added += _graphs(events, facts.heard)
     return {
         **trace,
         KEY: {
-            "version": _VERSION,
             "rank": facts.rank,
             "world_size": facts.world_size,
             "num_steps": len(steps),
@@ -102,11 +100,10 @@ def _ranges_of(
 ) -> Iterator[dict[str, Any]]:
     name, (start, end) = called(flight.expected, flight.kind, flight.num_bytes, says_model), flight.interval
     prefix = "FSDP::" if flight.expected else ""
-    lane = lanes.free_at(start, end)
-    yield lanes.event(f"{prefix}{name}", lane, start, end, _args(flight, step, facts))
+    yield lanes.add(f"{prefix}{name}", start, end, _args(flight, step, facts))
     wait = flight.wait
     if flight.waited and wait is not None and flight.waited[0] == (wait.start, wait.end):  # on a GPU no thread waits
-        yield {**_range(f"{prefix}wait for {name}", wait.start, wait.end, WAIT), **_place(wait)}
+        yield _range(f"{prefix}wait for {name}", {KEY: WAIT}, *_place(wait))
 
 
 def _args(flight: Recorded, step: int | None, facts: Facts) -> dict[str, Any]:
@@ -118,7 +115,7 @@ def _args(flight: Recorded, step: int | None, facts: Facts) -> dict[str, Any]:
         "step": step,
         "stage": flight.stage,
         "group": expected.group if expected else "",
-        "ranks": list(facts.ranks.get(expected.group, ())) if expected else [],
+        "ranks": list(facts.ranks[expected.group]) if expected else [],
         "dtype": flight.dtype,
         "bytes": flight.num_bytes,
         "parameters": list(expected.parameters) if expected else [],
@@ -126,8 +123,8 @@ def _args(flight: Recorded, step: int | None, facts: Facts) -> dict[str, Any]:
         "launched_us": flight.launch.start,
         "waited_us": [list(one) for one in flight.waited],
         "recorded": flight.run is not None,
-        "planned_us": None if planned_s is None else planned_s * 1e6,
-        "planned_exposed_us": None if planned_exposed_s is None else planned_exposed_s * 1e6,
+        "planned_us": _us(planned_s),
+        "planned_exposed_us": _us(planned_exposed_s),
     }
 
 
@@ -138,24 +135,24 @@ def _planned(flight: Recorded, facts: Facts) -> tuple[float | None, float | None
         return None, None
     if expected.planned_s is not None:
         return expected.planned_s, expected.planned_exposed_s
-    ranks = facts.ranks.get(expected.group, ())
-    if not ranks:
-        return None, None
-    group = Group.of(ranks, facts.hardware)
+    group = Group.of(facts.ranks[expected.group], facts.hardware)
     return collective_seconds(flight.kind, flight.num_bytes, group, facts.hardware), None
 
 
-def _rename(flight: Recorded, events: Sequence[Event]) -> None:
-    """Let torch-tb-profiler's distributed view count a run: it knows few names, and kernels by operator number."""
+def _rename(flight: Recorded, of_nccl: Sequence[Event]) -> None:
+    """Let torch-tb-profiler's distributed view count a run: it knows few names, and kernels by operator number.
+
+    ``of_nccl`` are the ranges of NCCL's operators on the threads that launch kernels.
+    """
     run = flight.run
     if run is None or flight.expected is None:
         return
     if run.category != "kernel":
         _call_it(run, flight.kind)
         return
-    for event in events:  # the operator's range on the thread that launched the kernel
+    for event in of_nccl:
         inside = flight.launch.start <= event.start and event.end <= flight.launch.end
-        if inside and event.thread == flight.launch.thread and event.name.startswith("nccl:"):
+        if inside and event.thread == flight.launch.thread:
             _call_it(event, flight.kind)
             event.raw["args"]["External id"] = run.args.get("External id")
 
@@ -171,17 +168,15 @@ def _graphs(events: Sequence[Event], heard: Sequence[Heard]) -> Iterator[dict[st
     """Yield a range for each call of a graph. The call is the event around the graph's mark, named "## Call ..."."""
     calls: dict[object, list[Event]] = {}
     for event in events:
-        number = number_of_mark(event.name)
+        mark = mark_of(event.name, heard)
         if event.name.startswith("## Call CompiledFxGraph"):
             calls.setdefault(event.thread, []).append(event)
-        elif number is not None and number < len(heard) and heard[number].stage != EAGER:
+        elif mark is not None and mark.stage != EAGER:
             around = [one for one in calls.get(event.thread, ()) if one.end >= event.end]
             if around:
-                call, mark = around[-1], heard[number]
-                found = {**_range(f"FSDP::{mark.stage} graph", call.start, call.end, GRAPH), **_place(call)}
-                found["args"] |= {"stage": mark.stage, "planned_us": _us(mark.planned_s)}
-                found["args"]["planned_exposed_us"] = _us(mark.planned_exposed_s)
-                yield found
+                planned = {"planned_us": _us(mark.planned_s), "planned_exposed_us": _us(mark.planned_exposed_s)}
+                args = {KEY: GRAPH, "stage": mark.stage, **planned}
+                yield _range(f"FSDP::{mark.stage} graph", args, *_place(around[-1]))
 
 
 class _Lanes:
@@ -191,16 +186,12 @@ class _Lanes:
         self._pid = pid
         self._ends: list[float] = []
 
-    def free_at(self, start: float, end: float) -> int:
-        for lane, until in enumerate(self._ends):
-            if until <= start:
-                self._ends[lane] = end
-                return lane
-        self._ends.append(end)
-        return len(self._ends) - 1
-
-    def event(self, name: str, lane: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
-        return {**_range(name, start, end, COLLECTIVE, args), "pid": self._pid, "tid": _FIRST_LANE + lane}
+    def add(self, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+        """Return a range in the first row that is free."""
+        free = (lane for lane, until in enumerate(self._ends) if until <= start)
+        lane = next(free, len(self._ends))
+        self._ends[lane : lane + 1] = [end]
+        return _range(name, args, start, end, self._pid, _FIRST_LANE + lane)
 
     def names(self) -> Iterator[dict[str, Any]]:
         for lane in range(len(self._ends)):
@@ -209,15 +200,14 @@ class _Lanes:
             yield {**what, "name": "thread_sort_index", "args": {"sort_index": _FIRST_LANE + lane}}
 
 
-def _range(name: str, start: float, end: float, what: str, args: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {
-        "ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": end - start,
-        "args": {KEY: what} if args is None else args,
-    }  # fmt: skip
+def _range(name: str, args: dict[str, Any], start: float, end: float, pid: Any, thread: Any) -> dict[str, Any]:
+    when = {"ts": start, "dur": end - start}
+    return {"ph": "X", "cat": "user_annotation", "name": name, **when, "pid": pid, "tid": thread, "args": args}
 
 
-def _place(event: Event) -> dict[str, Any]:
-    return {"pid": event.raw.get("pid"), "tid": event.thread}
+def _place(event: Event) -> tuple[float, float, Any, Any]:
+    """Return when and where a range stands that begins and ends with an event."""
+    return event.start, event.end, event.raw.get("pid"), event.thread
 
 
 def _us(seconds: float | None) -> float | None:

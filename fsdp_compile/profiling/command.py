@@ -22,15 +22,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..passes import load_profile
 from ..tools import script
 from ..tools.tables import console_for_output, plural
 from .refine import doubts_of, refine, table_of
-from .session import NothingRecordedError, Profile, recording, refuse_old_traces
-from .summary import Summary, summarize
+from .session import NothingRecordedError, Profile, refuse_old_traces
+from .summary import summarize
 from .traces import SUFFIXES
 
 # Set for processes that --ranks starts, because their parent prints for them.
@@ -96,20 +95,20 @@ def _profile(arguments: argparse.Namespace) -> int:
             print(f"No rank wrote a trace into {folder}.", file=sys.stderr)
             return 2
         return _print_summary(folder, arguments, arguments.ranks)
-    code = 0
+    code, is_recorded = 0, False
     try:
-        with _stepped_by_optimizer(arguments) as profile:
+        with _stepped_by_optimizer(arguments):
             code = _run(arguments)
+        is_recorded = True
     except _RaisedError:
         return 1
     except NothingRecordedError as error:
-        # Other ranks, and the process that started this one, would only repeat it.
         if _is_first():
             print(error, file=sys.stderr)
-        return code if code or not _is_first() or _OF_PARENT in os.environ else 2
+    # Other ranks, and the process that started this one, would only repeat what follows.
     if code or not _is_first() or _OF_PARENT in os.environ:
         return code
-    return _print_summary(profile.folder, arguments, int(os.environ.get("WORLD_SIZE", "1")))
+    return _print_summary(folder, arguments, int(os.environ.get("WORLD_SIZE", "1"))) if is_recorded else 2
 
 
 class _RaisedError(Exception):
@@ -215,7 +214,7 @@ class _OfScript(Profile):
 
 
 @contextlib.contextmanager
-def _stepped_by_optimizer(arguments: argparse.Namespace) -> Iterator[Profile]:
+def _stepped_by_optimizer(arguments: argparse.Namespace) -> Iterator[None]:
     """Record a profile whose steps end with those of one optimizer, the first that takes a step."""
     first: list[weakref.ref[Any]] = []
 
@@ -228,13 +227,11 @@ def _stepped_by_optimizer(arguments: argparse.Namespace) -> Iterator[Profile]:
         if first[0]() is optimizer:
             profile.step()
 
-    profile = recording(
-        arguments.out, wait=arguments.wait, active=arguments.active, hardware=arguments.hardware, kind=_OfScript
-    )
+    profile = _OfScript(arguments.out, arguments.wait, arguments.active, arguments.hardware)
     hook = register_optimizer_step_post_hook(stepped)
     try:
         with profile:
-            yield profile
+            yield
     finally:
         hook.remove()
 
@@ -253,17 +250,13 @@ def _print_summary(folder: Path, arguments: argparse.Namespace, num_ranks: int) 
     console.print(summary)
     if arguments.all:
         console.print(summary.all_collectives())
-    _tell(console, folder, summary)
+    said = f"Wrote {folder}, {len(summary.ranks)} traces. To look: tensorboard --logdir {folder} (extra `profile`)"
+    console.print(f"{said}; one trace: ui.perfetto.dev.", highlight=False, soft_wrap=True)
     return 0
 
 
 def _num_written(folder: Path) -> int:
     return sum(path.name.endswith(SUFFIXES) for path in folder.iterdir()) if folder.is_dir() else 0
-
-
-def _tell(console: Console, folder: Path, summary: Summary) -> None:
-    said = f"Wrote {folder}, {len(summary.ranks)} traces. To look: tensorboard --logdir {folder} (extra `profile`)"
-    console.print(f"{said}; one trace: ui.perfetto.dev.", highlight=False, soft_wrap=True)
 
 
 def _refine(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ import dataclasses
 import re
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,26 +56,27 @@ class Heard:
     launches: tuple[Expected, ...]
     planned_s: float | None = None
     planned_exposed_s: float | None = None
+    text: GraphText | None = None  # of a graph, by which its plan is found
 
 
-def number_of_mark(name: str) -> int | None:
-    """Return the number of the mark, which is a place in ``heard()``; None if the name is not that of a mark."""
+def mark_of(name: str, heard: Sequence[Heard]) -> Heard | None:
+    """Return what the mark with this name stands for; None if the name is not that of a mark."""
     found = _MARK.fullmatch(name)
-    return int(found[1]) if found else None
+    return heard[int(found[1])] if found and int(found[1]) < len(heard) else None
 
 
 class StepListener:
     """Listens to the ledger and to the passes between ``start`` and ``stop``."""
 
     def __init__(self, hardware: HardwareProfile | None) -> None:
+        self.device = torch.device("cpu")  # of the shards that were issued
+        # Of each process group, noted at its first use: a script may end its groups before the profile.
+        self.ranks: dict[str, tuple[int, ...]] = {}
         self._hardware = hardware
         self._heard: list[Heard] = []
-        self._texts: dict[int, GraphText] = {}  # of graphs, by the numbers of their marks
         self._models = _Models()
-        self._known: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], int] = {}  # numbers of graphs' marks, by texts and shards
         self._records: list[GraphRecord] = []
-        self._ranks: dict[str, tuple[int, ...]] = {}
-        self._device = torch.device("cpu")
         self._namer: Namer | None = None  # made at the first launch, when all modules are sharded
 
     def start(self) -> None:
@@ -90,29 +92,15 @@ class StepListener:
             manager.observers.remove(self._records.append)
 
     @property
-    def device(self) -> torch.device:
-        """The device of the shards that were issued."""
-        return self._device
-
-    @property
-    def ranks(self) -> dict[str, tuple[int, ...]]:
-        """The ranks of each process group, noted at its first use: a script may end its groups before the profile."""
-        return self._ranks
-
-    @property
     def hardware(self) -> HardwareProfile:
         """The profile for predictions: the one that was given, else the budget's, else the device's built-in one."""
         planned_by = next((one.profile for one in self._records if one.profile is not None), None)
-        return self._hardware or planned_by or default_profile(self._device)
+        return self._hardware or planned_by or default_profile(self.device)
 
     def heard(self) -> list[Heard]:
         """Return what the marks stand for, in the order of their numbers."""
         predicted = self._predicted()
-        graphs = {number: predicted[text] for number, text in self._texts.items() if text in predicted}
-        return [
-            _planned(one, graphs[number]) if number in graphs else one
-            for number, one in enumerate(self._heard)
-        ]
+        return [_planned(one, predicted[one.text]) if one.text in predicted else one for one in self._heard]
 
     def _hear(self, entry: Issued | Called) -> None:
         if not autograd.profiler_runs():
@@ -151,19 +139,18 @@ class StepListener:
                 for one, model in zip(text.launches, self._models.of_call(entry, namer), strict=True)
             )
             self._known[key] = len(self._heard)
-            self._texts[len(self._heard)] = text
-            self._heard.append(Heard(text.stage, launches))
+            self._heard.append(Heard(text.stage, launches, text=text))
         return self._known[key]
 
     def _see(self, *memory: object) -> None:
         for storage in memory:
             if isinstance(storage, torch.UntypedStorage):
-                self._device = storage.device
+                self.device = storage.device
 
     def _meet(self, *groups: str) -> None:
         for group in groups:
-            if group not in self._ranks:
-                self._ranks[group] = group_ranks(group)
+            if group not in self.ranks:
+                self.ranks[group] = group_ranks(group)
 
     def _predicted(self) -> dict[GraphText, PredictedGraph]:
         """Return predictions by the texts of graphs, without graphs whose custom operators cannot be predicted."""
@@ -186,7 +173,6 @@ class _Models:
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[Unit, str] = weakref.WeakKeyDictionary()
         self._counts: Counter[str] = Counter()
-        self._at: dict[int, str] = {}
 
     def of(self, root: Unit) -> str:
         if root not in self._names:
@@ -205,10 +191,8 @@ class _Models:
 
     def at(self, address: int, namer: Namer) -> str:
         """Return the model of the parameter whose shard is at ``address``; empty where it is not known."""
-        if address not in self._at:
-            _, root = namer.at(address)
-            self._at[address] = "" if root is None else self.of(root)
-        return self._at[address]
+        _, root = namer.at(address)
+        return "" if root is None else self.of(root)
 
 
 def _planned(heard: Heard, graph: PredictedGraph) -> Heard:
@@ -217,4 +201,6 @@ def _planned(heard: Heard, graph: PredictedGraph) -> Heard:
         dataclasses.replace(one, planned_s=its.seconds, planned_exposed_s=its.exposed_s)
         for one, its in zip(heard.launches, graph.collectives, strict=True)
     )
-    return Heard(heard.stage, launches, graph.seconds, graph.exposed_s)
+    return dataclasses.replace(
+        heard, launches=launches, planned_s=graph.seconds, planned_exposed_s=graph.exposed_s
+    )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ..passes.wire.collectives import KIND_OF
 from ..passes.wire.layout import places_of_members
-from .listen import EAGER, Expected, Heard, number_of_mark
+from .listen import EAGER, Expected, Heard, mark_of
 from .record import DTYPES, Event, Interval, union, without
 
 ITEMSIZES = dict(DTYPES.values())
@@ -65,7 +65,7 @@ class Recorded:
 
     @property
     def dtype(self) -> str:
-        return self.launch.size()[1] or (self.expected.dtype if self.expected else "")
+        return _dtype_sent(self.launch, self.expected)
 
 
 def flights_of(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, tuple[int, ...]]) -> list[Recorded]:
@@ -86,9 +86,8 @@ def _launched(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, 
     left: dict[object, tuple[str, list[Expected]]] = {}  # by thread: what its graph has still to launch
     next_up: dict[object, Expected] = {}  # by thread: the eager launch that its mark announced
     for event in events:
-        number = number_of_mark(event.name)
-        if number is not None and number < len(heard):
-            mark = heard[number]
+        mark = mark_of(event.name, heard)
+        if mark is not None:
             if mark.stage == EAGER:
                 next_up[event.thread] = mark.launches[0]
             else:
@@ -102,8 +101,8 @@ def _launched(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, 
         if expected is None or expected.kind != kind:
             stage, queue = left.get(event.thread, ("", []))
             expected = _first_like(queue, kind, event, ranks)
-        num_ranks = len(ranks.get(expected.group, ())) if expected else 0
-        flights.append(Recorded(kind, event, expected, stage if expected else "", num_ranks or _said(kind, event)))
+        num_ranks = len(ranks[expected.group]) if expected else _said(kind, event)
+        flights.append(Recorded(kind, event, expected, stage if expected else "", num_ranks))
     return flights
 
 
@@ -111,16 +110,19 @@ def _first_like(queue: list[Expected], kind: str, launch: Event, ranks: dict[str
     for place, one in enumerate(queue):
         sent = one.num_bytes
         if kind in ("reduce_scatter", "all_to_all"):
-            sent *= len(ranks.get(one.group, ()))
+            sent *= len(ranks[one.group])
         if one.kind == kind and sent == _bytes_sent(launch, one):
             return queue.pop(place)
     return None
 
 
+def _dtype_sent(launch: Event, expected: Expected | None) -> str:
+    """Return the dtype of what a launch was given: where that is not recorded, of what is expected."""
+    return launch.dtype() or (expected.dtype if expected else "")
+
+
 def _bytes_sent(launch: Event, expected: Expected | None) -> int:
-    """Return the bytes of what a launch was given; several tensors have the dtype of what is expected."""
-    num_bytes = launch.size()[2]
-    return num_bytes or sum(launch.elements()) * ITEMSIZES.get(expected.dtype if expected else "", 0)
+    return sum(launch.elements()) * ITEMSIZES.get(_dtype_sent(launch, expected), 0)
 
 
 def _said(kind: str, launch: Event) -> int:
@@ -136,11 +138,11 @@ def _find_on_gloo(flights: Sequence[Recorded], events: Sequence[Event]) -> None:
     runs = [event for event in events if event.name.startswith("gloo:")]
     taken: set[int] = set()
     for flight in flights:
-        num_elements = flight.launch.size()[0]
+        elements = flight.launch.elements()
         begin = bisect.bisect_left(runs, flight.launch.start, key=lambda event: event.start)
         for place in range(begin, len(runs)):
             run = runs[place]
-            if place not in taken and run.name in _GLOO[flight.kind] and run.size()[0] == num_elements:
+            if place not in taken and run.name in _GLOO[flight.kind] and run.elements() == elements:
                 taken.add(place)
                 flight.run = run
                 break
@@ -171,7 +173,7 @@ def _find_waits(flights: Sequence[Recorded], events: Sequence[Event]) -> None:
     for wait in events:
         if wait.name != _WAIT:
             continue
-        queue = by_size[wait.size()[:2]]
+        queue = by_size[sum(wait.elements()), wait.dtype()]
         if queue and queue[0].launch.start <= wait.start:
             queue.pop(0).wait = wait
 
@@ -182,7 +184,7 @@ def _result(flight: Recorded) -> tuple[int, str]:
     if flight.kind == "all_gather":
         elements = [one * num_ranks for one in elements]
         if flight.launch.name.endswith("members"):
-            return places_of_members(elements, ITEMSIZES.get(dtype, 1))[-1], dtype
+            return places_of_members(elements, ITEMSIZES.get(dtype) or 1)[-1], dtype
         return elements[0], dtype  # each member has a wait of its own
     return sum(elements) // (num_ranks if flight.kind == "reduce_scatter" else 1), dtype
 

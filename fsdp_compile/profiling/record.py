@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Kineto's names of dtypes, each with torch's name and the bytes of an element.
+# Kineto's names of dtypes, each with torch's name and the bytes of an element. Of a list it does not say the dtype.
 DTYPES = {
     "float": ("float32", 4), "double": ("float64", 8), "c10::BFloat16": ("bfloat16", 2), "c10::Half": ("float16", 2),
     "unsigned char": ("uint8", 1), "signed char": ("int8", 1), "int": ("int32", 4), "long int": ("int64", 8),
     "long": ("int64", 8), "bool": ("bool", 1), "c10::Float8_e4m3fn": ("float8_e4m3fn", 1),
-    "c10::Float8_e5m2": ("float8_e5m2", 1), "c10::complex<float>": ("complex64", 8),
+    "c10::Float8_e5m2": ("float8_e5m2", 1), "c10::complex<float>": ("complex64", 8), "TensorList": ("", 0),
 }  # fmt: skip
 
 
@@ -40,26 +40,20 @@ class Event:
         """Whether it is a step of the profiler on the CPU. Each stream of a GPU has a range of its own for the step."""
         return self.category == "user_annotation" and self.name.startswith("ProfilerStep#")
 
-    def size(self, place: int = 0) -> tuple[int, str, int]:
-        """Return elements, dtype and bytes of an argument; for a list, those of its first tensor."""
-        dims, types = self.args.get("Input Dims") or [], self.args.get("Input type") or []
-        if place >= len(dims) or place >= len(types):
-            return 0, "", 0
-        shape, of_type = dims[place], types[place]
-        if shape and isinstance(shape[0], list):
-            shape = shape[0]
-        dtype, itemsize = DTYPES.get(of_type, (of_type, 0))
-        num_elements = math.prod(shape)
-        return num_elements, dtype, num_elements * itemsize
+    def shape(self, place: int = 0) -> list[Any]:
+        """Return the shape of an argument; for a list of tensors, the shape of each."""
+        dims = self.args.get("Input Dims") or []
+        return dims[place] if place < len(dims) else []
+
+    def dtype(self, place: int = 0) -> str:
+        """Return the dtype of an argument, if it is recorded."""
+        types = self.args.get("Input type") or []
+        return DTYPES.get(types[place], (types[place], 0))[0] if place < len(types) else ""
 
     def elements(self) -> list[int]:
-        """Return the elements of the first argument: of each tensor in it, if it is a list (without dtypes)."""
-        shape = (self.args.get("Input Dims") or [[]])[0]
+        """Return the elements of the first argument, or of each tensor in it."""
+        shape = self.shape()
         return [math.prod(one) for one in shape] if shape and isinstance(shape[0], list) else [math.prod(shape)]
-
-    def shape(self, place: int) -> list[int] | None:
-        dims = self.args.get("Input Dims") or []
-        return dims[place] if place < len(dims) else None
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -115,17 +109,6 @@ def without(interval: Interval, taken: Iterable[Interval]) -> list[Interval]:
     if at < interval[1]:
         left.append((at, interval[1]))
     return left
-
-
-def in_both(these: Iterable[Interval], those: Iterable[Interval]) -> list[Interval]:
-    """Return the intervals that are in both of two unions."""
-    found, left, right = [], list(these), list(those)
-    while left and right:
-        start, end = max(left[0][0], right[0][0]), min(left[0][1], right[0][1])
-        if start < end:
-            found.append((start, end))
-        (left if left[0][1] < right[0][1] else right).pop(0)
-    return found
 
 
 def length(intervals: Iterable[Interval]) -> float:

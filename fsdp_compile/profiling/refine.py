@@ -24,7 +24,7 @@ from ..passes.cost.roofline import Group, bytes_on_link
 from ..tools.calibrate import fit_line, measured_link
 from ..tools.measure import slowdown_share
 from ..tools.tables import Rows
-from .record import Interval, in_both, union
+from .record import Interval, union
 from .summary import together
 from .traces import Trace, read_folder
 
@@ -114,8 +114,8 @@ def _fits(traces: Sequence[Trace], backend: str) -> Iterable[Fitted]:
                 hosts.get(member) or node_of.get(member // per_node, str(member // per_node)) for member in one.ranks
             )
             dimension = Group(len(one.ranks), max(known.values()))
-            others = sum(start < one.end_s and end > one.start_s for start, end in busy[rank])
-            took[dimension, one.kind, one.num_bytes].append((others == 1, one.seconds))
+            is_alone = _num_beside((one.start_s, one.end_s), busy[rank]) == 1  # that is itself
+            took[dimension, one.kind, one.num_bytes].append((is_alone, one.seconds))
     points: dict[tuple[Group, str], list[tuple[float, float]]] = defaultdict(list)
     for (dimension, kind, num_bytes), runs_of_size in took.items():
         alone = [seconds for is_alone, seconds in runs_of_size if is_alone]
@@ -161,8 +161,8 @@ def _products(traces: Sequence[Trace]) -> tuple[dict[str, float], float | None]:
         for product in trace.products:
             seconds = product.interval[1] - product.interval[0]
             if seconds > 0:
-                beside = bool(in_both([product.interval], _near(busy, product.interval)))
-                by_size[product.dtype, product.flops][beside].append(seconds)
+                is_beside = _num_beside(product.interval, busy) > 0
+                by_size[product.dtype, product.flops][is_beside].append(seconds)
         total = sum(sum(times[True]) + sum(times[False]) for times in by_size.values())
         work: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for (dtype, flops), times in by_size.items():
@@ -183,8 +183,9 @@ def _products(traces: Sequence[Trace]) -> tuple[dict[str, float], float | None]:
     return {name: min(found) for name, found in sorted(rates.items())}, share
 
 
-def _near(busy: Sequence[Interval], interval: Interval) -> list[Interval]:
-    return [one for one in busy if one[0] < interval[1] and one[1] > interval[0]]
+def _num_beside(interval: Interval, others: Sequence[Interval]) -> int:
+    """Return how many of the others overlap with an interval."""
+    return sum(start < interval[1] and end > interval[0] for start, end in others)
 
 
 def doubts_of(refined: Refined) -> list[str]:

@@ -47,14 +47,22 @@ class NothingRecordedError(RuntimeError):
 class Profile:
     """The result of ``profile``: call ``step()`` after each step; ``path`` is this rank's trace once it is written."""
 
-    def __init__(self, folder: str | Path, wait: int, active: int, hardware: HardwareProfile | None) -> None:
+    def __init__(
+        self, folder: str | Path, wait: int, active: int, hardware: str | Path | HardwareProfile | None
+    ) -> None:
+        for name, value, least in (("wait", wait, 0), ("active", active, 1)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is {value!r}. Give a number of steps, at least {least}.")
+            if value < least:
+                raise ValueError(f"{name} is {value}. Give a number of steps, at least {least}.")
+        known = hardware if hardware is None or isinstance(hardware, HardwareProfile) else load_profile(hardware)
         self.folder = Path(folder)
         self.path: Path | None = None
         self._wait, self._active = wait, active
         self._num_steps = 0
         self._failed = False
         self._place: tuple[int, int] | None = None  # rank and world size
-        self._listener = StepListener(hardware)
+        self._listener = StepListener(known)
         self._schedule = torch.profiler.schedule(wait=wait, warmup=_WARMUP, active=active, repeat=1)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -192,25 +200,7 @@ def profile(
             f"{original_class(model).__name__} has no sharded module, so no range would have a name. Call "
             "fully_shard(...) on it first, or use torch.profiler."
         )
-    return recording(folder, wait=wait, active=active, hardware=hardware)
-
-
-def recording(
-    folder: str | Path,
-    *,
-    wait: int,
-    active: int,
-    hardware: str | Path | HardwareProfile | None = None,
-    kind: type[Profile] = Profile,
-) -> Profile:
-    """Return a profile of whatever is trained in this process; ``kind`` has the messages for what goes wrong."""
-    for name, value, least in (("wait", wait, 0), ("active", active, 1)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is {value!r}. Give a number of steps, at least {least}.")
-        if value < least:
-            raise ValueError(f"{name} is {value}. Give a number of steps, at least {least}.")
-    known = hardware if hardware is None or isinstance(hardware, HardwareProfile) else load_profile(hardware)
-    return kind(folder, wait, active, known)
+    return Profile(folder, wait, active, hardware)
 
 
 def refuse_old_traces(folder: Path) -> None:

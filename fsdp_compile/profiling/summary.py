@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..tools.tables import WIDTH, Rows, format_bytes, on_one_line, plural
 from .listen import EAGER
-from .record import in_both, length, union
+from .record import length, union, without
 from .traces import Ran, Trace, read_folder
 
 if TYPE_CHECKING:  # else it is imported in functions, because most programs never print a table
@@ -221,12 +221,13 @@ def _of_rank(trace: Trace) -> OfRank:
     busy = union((one.start_s, one.end_s) for one in trace.collectives)
     waited = union(interval for one in trace.collectives for interval in one.waited)
     communication = length(busy)
+    hidden = sum(length(without(one, waited)) for one in busy)
     return OfRank(
         rank=trace.rank,
         step_s=length(trace.steps) / trace.num_steps,
         communication_s=communication / trace.num_steps,
         exposed_s=length(waited) / trace.num_steps,
-        overlap=1 - length(in_both(busy, waited)) / communication if communication else 1.0,
+        overlap=hidden / communication if communication else 1.0,
     )
 
 

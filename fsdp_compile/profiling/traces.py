@@ -21,6 +21,8 @@ from .annotate import COLLECTIVE, GRAPH, KEY
 from .record import Event, Interval, load, recorded_events
 
 SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")
+# Matrix products, and which argument of them is the left factor; the right one follows.
+_LEFT_OF = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 
 
 @dataclass(frozen=True)
@@ -95,19 +97,14 @@ class Trace:
         return max(len(self.steps), 1)
 
 
-def trace_paths(folder: Path) -> list[Path]:
-    """Return the paths of the traces; ValueError where there are none."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder. Give the one that `fsdp-compile profile --out` wrote traces into.")
-    found = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES))
-    if not found:
-        raise ValueError(f"{folder} holds no *{SUFFIXES[0]}: give a folder that `fsdp-compile profile` wrote.")
-    return found
-
-
 def read_folder(folder: str | Path) -> list[Trace]:
     """Read the traces of all ranks that are there, sorted by rank; ValueError unless they are of one run of ours."""
-    traces = sorted([read_trace(path) for path in trace_paths(Path(folder))], key=lambda one: one.rank)
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder} is no folder. Give the one that `fsdp-compile profile --out` wrote traces into.")
+    paths = sorted(path for path in Path(folder).iterdir() if path.name.endswith(SUFFIXES))
+    if not paths:
+        raise ValueError(f"{folder} holds no *{SUFFIXES[0]}: give a folder that `fsdp-compile profile` wrote.")
+    traces = sorted(map(read_trace, paths), key=lambda one: one.rank)
     for one, other in pairwise(traces):
         if one.rank == other.rank:
             raise ValueError(
@@ -143,7 +140,7 @@ def read_trace(path: Path) -> Trace:
         steps=tuple((one.start / 1e6, one.end / 1e6) for one in steps),
         collectives=tuple(_ran(event) for event in ours if event.args["step"] is not None),
         calls=tuple(
-            _call(event)
+            GraphCall((event.end - event.start) / 1e6, _s(event.args["planned_us"]))
             for event in events
             if event.args.get(KEY) == GRAPH and any(step.start <= event.start <= step.end for step in steps)
         ),
@@ -170,10 +167,6 @@ def _ran(event: Event) -> Ran:
     )
 
 
-def _call(event: Event) -> GraphCall:
-    return GraphCall((event.end - event.start) / 1e6, _s(event.args["planned_us"]))
-
-
 def _s(us: float | None) -> float | None:
     return None if us is None else us / 1e6
 
@@ -185,24 +178,12 @@ def _products(events: Sequence[Event]) -> Iterable[Product]:
         if event.category == "kernel":
             kernels[event.args.get("External id")].append(event)
     for event in events:
-        if event.category != "cpu_op":
+        left = _LEFT_OF.get(event.name)
+        if left is None:
             continue
-        flops, place = _flops(event)
-        if not flops:
-            continue
+        one, other = event.shape(left), event.shape(left + 1)
+        flops = 2.0 * math.prod(one) * other[-1] if one and other else 0.0  # multiplications and additions
         ran = kernels.get(event.args.get("External id"), []) if kernels else [event]
-        if ran:
+        if flops and ran:
             interval = min(one.start for one in ran) / 1e6, max(one.end for one in ran) / 1e6
-            yield Product(event.size(place)[1], flops, interval)
-
-
-def _flops(event: Event) -> tuple[float, int]:
-    """Return the number of multiplications and additions, and which argument is the left one."""
-    operator = event.name.removeprefix("aten::")
-    left = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}.get(operator)
-    if left is None or not event.name.startswith("aten::"):
-        return 0.0, 0
-    one, other = event.shape(left), event.shape(left + 1)
-    if not one or not other or not isinstance(one[-1], int):
-        return 0.0, left
-    return 2.0 * math.prod(one) * other[-1], left
+            yield Product(event.dtype(left), flops, interval)
