@@ -206,8 +206,8 @@ class _Models:
     def at(self, address: int, namer: Namer) -> str:
         """Return the model of the parameter whose shard is at ``address``; empty where it is not known."""
         if address not in self._at:
-            _, root = namer.at(address)
-            self._at[address] = "" if root is None else self.of(root)
+            unit = namer.at(address)
+            self._at[address] = "" if unit is None else self.of(unit.root)
         return self._at[address]
 
 
