@@ -120,7 +120,7 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
     )
 
 
-def weigh(forward: fx.Graph, backward: fx.Graph | None = None, fused: bool = True) -> Weight:
+def weigh(forward: fx.Graph, backward: fx.Graph | None = None, *, fused: bool = True) -> Weight:
     """Return the bytes that the two halves of a step hold, or its only graph.
 
     Forward returns its results first, and then the tensors that backward takes. The inputs of backward know from now on
