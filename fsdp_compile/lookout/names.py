@@ -1,21 +1,22 @@
 """Turn entries of the ledger, which are quick to write, into links of chains, with the same names on every rank.
 
-    eager        unit, "0.weight"                              ->  layers.3.0.weight      where the root finds it
-    graph        "up.weight", first of all the shard at 7f..   ->  layers.3.up.weight     by the shard's address
-    marker       "weight", the shard at 7f..                   ->  layers.3.up.weight     likewise
-                 "weight"                                      ->  weight
+    eager        unit, "0.weight"                             ->  layers.3.0.weight      where the root finds it
+    graph        "up.weight" of a unit, a shard of it at 7f.. ->  layers.3.up.weight     by the shard's address
+    marker       "weight", the shard at 7f..                  ->  layers.3.up.weight     likewise
+                 "weight"                                     ->  weight
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from ..core.param import ShardedParam
 from ..core.unit import Unit, names_in, paths_in, unit_of
-from ..passes.wire.ledger import Called, Issued, ListedLaunch
-from ..passes.wire.spec import ParamSpec, with_part, without_use
+from ..passes.wire.ledger import Called, Issued
+from ..passes.wire.spec import with_part, without_use
 from .chain import ChainLink
 
 T = TypeVar("T")
@@ -26,9 +27,10 @@ class Namer:
 
     def __init__(self, units: Iterable[Unit] = ()) -> None:
         self._units: list[weakref.ref[Unit]] = []  # a copy of a list is whole, whatever other threads do meanwhile
-        self._by_address: dict[int, tuple[weakref.ref[ShardedParam], str, weakref.ref[Unit]]] = {}
-        self._places: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
+        self._by_address: dict[int, tuple[weakref.ref[ShardedParam], weakref.ref[Unit]]] = {}
+        # Of each unit, by FQN: its version when it was looked through and the names, and the places in the model.
         self._names: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[Unit, dict[str, str]] = weakref.WeakKeyDictionary()
         self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         for unit in units:
             self.know(unit)
@@ -51,8 +53,9 @@ class Namer:
             dtype = specs[0].reduce_dtype if reduces else specs[0].dtype
             num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in specs)
             wire = _wire(issued.kind, str(dtype).removeprefix("torch."), num_bytes, len(specs))
-            names, sure, root = self._eager_names(unit, specs, address)
-            return ChainLink(wire, names, sure, self._places_of(names, root))
+            owner = self.at(address) if unit is None else unit  # a marker knows no unit
+            fqns = [with_part(spec.fqn, spec.part) for spec in specs]
+            return self._link(wire, [(owner, fqn, fqn) for fqn in fqns], "eager")
 
         return self._once((issued.kind, address, id(unit), *map(id, specs)), specs, make)
 
@@ -61,17 +64,34 @@ class Namer:
         text, addresses = called.text, called.addresses
 
         def make() -> dict[str, list[ChainLink]]:
-            shown = {one.unit: (name, self.at(address)) for (name, one), address in zip(text.firsts, addresses)}
+            owners = {first.unit: self.at(address) for (_, first), address in zip(text.firsts, addresses)}
+            source = f"{text.stage} graph of {len(text.launches)}"
             found: dict[str, list[ChainLink]] = {group: [] for group in text.groups}
             for one in text.launches:
-                first, (name, root) = shown.get(one.members[0].unit, ("", (None, None)))
-                names = _names_of(one, first, name)
-                wire = _wire(one.kind, one.dtype, one.num_bytes, len(names))
-                source = f"{text.stage} graph of {len(text.launches)}"
-                found[one.group].append(ChainLink(wire, names, name is not None, self._places_of(names, root), source))
+                params = [
+                    (owners.get(member.unit), member.fqn, without_use(name))
+                    for member, name in zip(one.members, one.names, strict=True)
+                ]
+                wire = _wire(one.kind, one.dtype, one.num_bytes, len(params))
+                found[one.group].append(self._link(wire, params, source))
             return found
 
         return self._once((id(text), addresses), text, make)
+
+    def _link(self, wire: str, params: Sequence[tuple[Unit | None, str, str]], source: str) -> ChainLink:
+        """Return a link with these parameters: the unit of each, if it is known, its FQN there, and else its name."""
+        names: list[str] = []
+        places: list[str] = []
+        for unit, fqn, otherwise in params:
+            base, colon, part = fqn.partition(":")
+            if unit is not None and base in self._names_in(unit):
+                names.append(f"{self._names_in(unit)[base]}{colon}{part}")
+                places.append(f"{self._places[unit][base]}{colon}{part}")
+            else:
+                names.append(otherwise)
+                places.append(otherwise)
+        sure = all(unit is not None for unit, *_ in params)
+        return ChainLink(wire, tuple(names), sure, tuple(places) if sure else (), source)
 
     def _once(self, key: tuple[Any, ...], kept: Any, make: Callable[[], T]) -> T:
         """Return what is made for this key, made once; with it stays ``kept``, whose ids are in the key."""
@@ -85,77 +105,38 @@ class Namer:
         self._by_address.clear()
         self._made.clear()
 
-    def _eager_names(
-        self, unit: Unit | None, specs: Sequence[ParamSpec], address: int
-    ) -> tuple[tuple[str, ...], bool, Unit | None]:
-        """Return the parameters' names, whether these are certain, and the outermost unit around the parameters."""
-        if unit is None:
-            shown, root = self.at(address) if len(specs) == 1 else (None, None)
-            return tuple(with_part(shown or spec.fqn, spec.part) for spec in specs), shown is not None, root
-        known = self._names_in(unit)
-        return tuple(with_part(known.get(spec.fqn, spec.fqn), spec.part) for spec in specs), True, unit.root
-
-    def _places_of(self, names: tuple[str, ...], root: Unit | None) -> tuple[str, ...]:
-        """Return the places in the model of the parameters with these names; empty if the model is not known."""
-        if root is None:
-            return ()
-        known = self._places.get(root)
-        if known is None or known[0] != root.version:
-            all_names = (name for unit in root.inside() for name in self._names_in(unit).values())
-            places = {name: f"{place} of {root.label}" for place, name in enumerate(all_names)}
-            known = self._places[root] = root.version, places
-        bases = [name.partition(":") for name in names]
-        return tuple(f"{known[1].get(base, base)}{colon}{part}" for base, colon, part in bases)
-
     def _names_in(self, unit: Unit) -> dict[str, str]:
-        known = self._names.get(unit)
-        if known is None or known[0] != unit.version:
+        if unit not in self._names or self._names[unit][0] != unit.version:
             self._look_through(unit)
         return self._names[unit][1]
 
     def _look_through(self, unit: Unit) -> None:
-        """Find the names of a unit's parameters, and, on the same walk, of all that are in the model with it."""
-        paths = paths_in(unit.root.modules)
-        for one in dict.fromkeys((unit, *(inner for module in paths if (inner := unit_of(module)) is not None))):
-            self._names[one] = one.version, names_in(one, paths)
+        """Find the names and places of a unit's parameters, and, on the same walk, of all in the model with it."""
+        root, place = unit.root, itertools.count()
+        paths = paths_in(root.modules)
+        inside = (inner for module in paths if (inner := unit_of(module)) is not None)
+        for one in dict.fromkeys((*inside, unit)):
+            names = names_in(one, paths)
+            self._names[one] = one.version, names
+            self._places[one] = {fqn: f"{next(place)} of {root.label}" for fqn in names}
 
-    def at(self, address: int) -> tuple[str, Unit] | tuple[None, None]:
-        """Return the name of the parameter whose shard is at ``address`` now, and the outermost unit around it."""
-        if not address:
-            return None, None
-        if self._looked_up(address) is None:
-            self._by_address = {}
-            for unit in self.units:
-                names = self._names_in(unit)
-                for param in unit.params:
-                    if param.address:
-                        found = weakref.ref(param), names.get(param.fqn, param.fqn), weakref.ref(unit)
-                        self._by_address[param.address] = found
-        return self._looked_up(address) or (None, None)
+    def at(self, address: int) -> Unit | None:
+        """Return the unit of the parameter whose shard is at ``address`` now."""
+        if address and self._looked_up(address) is None:
+            self._by_address = {
+                param.address: (weakref.ref(param), weakref.ref(unit))
+                for unit in self.units
+                for param in unit.params
+                if param.address
+            }
+        return self._looked_up(address)
 
-    def _looked_up(self, address: int) -> tuple[str, Unit] | None:
+    def _looked_up(self, address: int) -> Unit | None:
         """Return that as the last look at all units found it; None if it is not so any more."""
-        ref, name, owner = self._by_address.get(address, (lambda: None, "", lambda: None))
-        param, unit = ref(), owner()
-        return None if param is None or unit is None or param.address != address else (name, unit.root)
+        ref, owner = self._by_address.get(address, (lambda: None, lambda: None))
+        param = ref()
+        return None if param is None or param.address != address else owner()
 
 
 def _wire(kind: str, dtype: str, num_bytes: int, num_params: int) -> str:
     return f"{kind} {dtype} {num_bytes} bytes a rank, {num_params} parameter{'s' if num_params > 1 else ''}"
-
-
-def _names_of(launch: ListedLaunch, first: str, shown: str | None) -> tuple[str, ...]:
-    """Return a launch's names, given the name of a parameter of its unit in the graph and, if known, in the model."""
-    names = tuple(without_use(name) for name in launch.names)
-    if shown is None:
-        return names
-    return tuple(_moved(name, without_use(first).partition(":")[0], shown) for name in names)
-
-
-def _moved(name: str, first: str, shown: str) -> str:
-    """Turn a name in a graph into one in the model, given the two names of another parameter of the unit."""
-    same = 0
-    while same < min(len(first), len(shown)) and first[-1 - same] == shown[-1 - same]:
-        same += 1
-    there, here = first[: len(first) - same], shown[: len(shown) - same]
-    return here + name.removeprefix(there) if name.startswith(there) else name

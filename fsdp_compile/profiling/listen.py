@@ -191,8 +191,8 @@ class _Models:
 
     def at(self, address: int, namer: Namer) -> str:
         """Return the model of the parameter whose shard is at ``address``; empty where it is not known."""
-        _, root = namer.at(address)
-        return "" if root is None else self.of(root)
+        unit = namer.at(address)
+        return "" if unit is None else self.of(unit.root)
 
 
 def _planned(heard: Heard, graph: PredictedGraph) -> Heard:

@@ -18,7 +18,7 @@ from ..page.picture import (
     PicturedWork,
 )
 from ..passes import GraphRecord
-from ..passes.cost.memory import memories_of, saved_by, taken_as, weigh
+from ..passes.cost.memory import weigh
 from ..passes.cost.owners import RETURNED, MemoryOwners, Owned, module_of, owners_of, saved_kinds
 from ..passes.cost.predicted import PredictedGraph
 from ..passes.ir.meta import ROLE
@@ -70,10 +70,9 @@ def step_owners(step: StepRecords) -> list[MemoryOwners]:
     if len(graphs) < 2:
         return [owners_of(graphs[0], step.graphs[0].plan)]
     (forward, backward), (its_plan, then) = graphs, [one.plan for one in step.graphs]
-    num_results = saved_by(forward, backward)
-    weight = weigh(*memories_of(forward, backward, num_results), num_results)
+    weight = weigh(forward, backward)
     first = owners_of(forward, its_plan)
-    saved = saved_kinds(forward, its_plan, taken_as(forward, backward, num_results), num_results)
+    saved = saved_kinds(forward, its_plan, backward)
     returned = Owned("output", "", RETURNED, weight.returned_bytes)
     held = (*first.callers, *([returned] if returned.num_bytes else []))
     return [first, owners_of(backward, then, weight.given_up, saved, held)]

@@ -91,7 +91,10 @@ class Budget:
         if self.like_fsdp2:
             return trial_of(graph, told_to_keep(graph), profile, like_fsdp2=True).peak_bytes + self.states_bytes
         assert self.share is not None
-        return int(self.share * free_bytes(device_of(graph))) + input_bytes
+        device = device_of(graph)
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+        reserved_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(self.share * (free_bytes + reserved_bytes)) + input_bytes
 
 
 def bytes_of(setting: str, said: Any) -> int:
@@ -240,14 +243,7 @@ def _without_collections() -> Iterator[None]:
 
 def device_of(graph: fx.Graph) -> torch.device:
     """Return the device on which a graph computes."""
-    devices = {one.node.meta["val"].device for one in find_unshards(graph)}
-    return next(iter(sorted(devices, key=str)))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on a GPU."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min((one.node.meta["val"].device for one in find_unshards(graph)), key=str)
 
 
 _OTHER_CARDS = ("pcie", "nvl", "40gb")  # the profiles are of SXM modules, and of the A100 with 80 GB

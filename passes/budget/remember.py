@@ -62,18 +62,14 @@ def _text(node: fx.Node) -> str:
     kwargs: object = node.kwargs
     if node.target in (markers.unshard, markers.reduce_grad):  # the id of its budget is one of this process
         kwargs = dataclasses.replace(markers.spec_in(node), step="")
-    values = [(_sizes(one), _strides(one), one.dtype, one.device.type) for one in tensors_of(node)]
+    values = [([*map(hint, one.shape)], _strides(one), one.dtype, one.device.type) for one in tensors_of(node)]
     said = [str(node.meta.get(key)) for key in _SAID_TO_THE_PARTITIONER]
     target = node.target if isinstance(node.target, (str, compat.OpOverload)) else torch.typename(node.target)
     return f"{node.name} {node.op} {target} {node.args} {kwargs} {values} {said}"
 
 
-def _sizes(tensor: torch.Tensor) -> Sequence[int]:
-    return [hint(size) for size in tensor.shape]
-
-
 def _strides(tensor: torch.Tensor) -> Sequence[int]:
-    return [hint(stride) for stride in tensor.stride()] if tensor.layout is torch.strided else []
+    return [*map(hint, tensor.stride())] if tensor.layout is torch.strided else []
 
 
 def _write(path: Path, text: str) -> None:

@@ -22,12 +22,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..apply.away import those_that_may_leave
 from ..apply.overlap import planned_order
 from ..cost.copied import Copies, Leaving, to_device, to_host
-from ..cost.events import on_link_of
 from ..cost.fusion import computes_inputs, is_pointwise
-from ..cost.memory import bytes_alive, lives_of, results_of, storages_given, taken_as
+from ..cost.memory import Lifetime, bytes_alive, lives_of, results_of, storages_given
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Compute, Event, Launch
-from ..cost.roofline import Groups, collective_seconds, group_of, sent_by
+from ..cost.roofline import Groups, collective_seconds, group_of, sent_by, slowdown
 from ..cost.steps import half_along
 from ..ir.aliases import Storage, base_of, is_free, tensor_bytes, tensors_of
 from ..ir.meta import PARAMETER, ROLE, Role, works_for
@@ -37,7 +36,7 @@ from ..schedule.planner import only
 from ..schedule.slices import inner_spec
 from ..wire.collectives import is_wait
 from .periods import Periods
-from .trial import Decision, Halves, Trial
+from .trial import Decision, Halves, Trial, event_of
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,8 @@ class _Forward:
     """Forward with its launches so far ahead: whatever is kept, it runs in this order."""
 
     order: Sequence[fx.Node]
-    events: Mapping[fx.Node, Event]
     position: Mapping[fx.Node, int]
-    last: Mapping[Storage, int]  # of each storage, as if nothing were saved
-    alive: Sequence[int]
+    lives: Mapping[Storage, Lifetime]  # of what it allocates, as if nothing were saved
 
 
 class Sketch:
@@ -86,17 +83,13 @@ class Sketch:
         pairs = ((node, zip(self._given.storages[node], storages[node], strict=True)) for node in of_forward)
         self._gathered = [(node, taken, made) for node, its in pairs for taken, made in its]
         self._by_name = {node.name: node for node in backward.graph.nodes}
-        self._events = backward.by_node()
+        self._events = backward.events
         self._uses = {one.fqn: one for one in trial.uses.again}
         self._starts = [*backward.graph.output_node().all_input_nodes]
         self._starts += [node for node in backward.items.order if node.is_impure() or ROLE in node.meta]
-        self._own = storages_given(backward.graph, trial.weight.given_up, backward.memory.storages)
+        self._own = storages_given(backward.memory, trial.weight.given_up)
         storages = trial.forward.memory.storages
-        of_results = [storages[one] if isinstance(one, fx.Node) else () for one in results_of(trial.forward.graph)]
-        self._returned = {one for these in of_results[: trial.num_results] for one in these}
-        names = taken_as(trial.forward.graph, backward.graph, trial.num_results)
-        saved = zip(names, of_results[trial.num_results :])
-        self._held_for = {self._by_name[name]: these for name, these in saved if name}  # by backward's node
+        self._held_for = {self._by_name[name]: its for name, its in trial.weight.saved.items()}  # by backward's node
         for fqn, full in self._of_forward.items():
             if fqn in self._fulls:
                 self._held_for[self._fulls[fqn]] = storages[full]
@@ -146,7 +139,10 @@ class Sketch:
         stays = {one for node in may_stay if node in taken for one in self._held_for[node]}
         held_bytes = self._trial.weight.held_bytes + sum(one.num_bytes for one in stays)
         before = half_along(
-            [(node.name, [*_of(first.events, node), *sent.events.get(at, ())]) for at, node in enumerate(first.order)]
+            [
+                (node.name, [*event_of(node, self._trial.forward.events), *sent.events.get(at, ())])
+                for at, node in enumerate(first.order)
+            ]
             + [("", sent.events.get(len(first.order), ()))],
             zip(self._forward_bytes(first, taken, pieces, sent.bound, stays)),
             self._periods.forward,
@@ -154,7 +150,7 @@ class Sketch:
         )
         then = half_along(
             [("", ()) for node in taken if node.op == "placeholder"]
-            + [(node.name, [*fetched.events.get(at, ()), *_of(events, node)]) for at, node in enumerate(order)]
+            + [(node.name, [*fetched.events.get(at, ()), *event_of(node, events)]) for at, node in enumerate(order)]
             + [("", ())],
             zip(self._backward_bytes(order, taken, pieces, fetched.bound, stays)),
             self._periods.backward,
@@ -173,10 +169,10 @@ class Sketch:
         """Return the copies to the host of what these nodes of backward need."""
         storages = {one: self._unit_of.get(self.leaving[node], "") for node in away for one in self._held_for[node]}
         leaving = [
-            Leaving(one, unit, one.num_bytes, first.last.get(one, first.position[one.node]))
+            Leaving(one, unit, one.num_bytes, first.lives[one].last if one in first.lives else first.position[one.node])
             for one, unit in storages.items()
         ]
-        return to_host(leaving, self._uses_of(self._of_forward, first.position), len(first.alive) - 1, self._profile)
+        return to_host(leaving, self._uses_of(self._of_forward, first.position), len(first.order), self._profile)
 
     def _fetched(
         self, order: Sequence[fx.Node], away: Sequence[fx.Node], given: Collection[fx.Node], lookahead: int
@@ -260,44 +256,35 @@ class Sketch:
         planned = planned_order(half.items.only(half.items.order, roles), lookahead)
         order = [*half.graph.find_nodes(op="placeholder"), *planned]
         lives = [
-            dataclasses.replace(one, last=len(order)) if one.storage in self._returned else one
+            dataclasses.replace(one, last=len(order)) if one.storage in self._trial.weight.returned else one
             for one in lives_of(order, half.memory)
             if one.storage.node.op == "call_function"
         ]
         return _Forward(
-            order,
-            half.by_node(),
-            {node: index for index, node in enumerate(order)},
-            {one.storage: one.last for one in lives},
-            bytes_alive(lives, len(order) + 1),
+            order, {node: index for index, node in enumerate(order)}, {one.storage: one for one in lives}
         )
 
     def _forward_bytes(
-        self, first: _Forward, taken: Sequence[fx.Node], pieces: Mapping[str, int],
+        self, first: _Forward, taken: Sequence[fx.Node], pieces: Mapping[str, Storage],
         until: Mapping[Storage, int], stays: Collection[Storage],
     ) -> list[int]:  # fmt: skip
         """Return what is alive in forward, which holds what backward takes; without what ``stays``."""
-        held = dict.fromkeys(one for node in taken for one in self._held_for.get(node, ()))
-        more = [0] * (len(first.alive) + 1)
-        for storage in held:
-            if storage in self._returned or storage.node.op != "call_function":
-                continue
-            if storage in first.last:
-                more[first.last[storage] + 1] += storage.num_bytes
-                more[first.position[storage.node]] -= storage.num_bytes if storage in stays else 0
-            elif storage.node in self._trial.forward.memory.away:  # it is written, if it is to be saved
-                more[first.position[storage.node]] += storage.num_bytes
-            if storage in until:
-                more[until[storage] + 1] -= storage.num_bytes
-        for fqn, num_bytes in pieces.items():
-            more[first.position[self._of_forward[fqn]] + 1] += num_bytes
-        return [*map(sum, zip(first.alive, itertools.accumulate(more)))]
+        end = len(first.order)
+        lives = {**first.lives}
+        for storage in dict.fromkeys(one for node in taken for one in self._held_for.get(node, ())):
+            # What was computed inside its readers is written, if it is to be saved.
+            if storage in lives or storage.node in self._trial.forward.memory.away:
+                begin = first.position[storage.node]
+                lives[storage] = Lifetime(storage, begin, until.get(storage, end))
+        own = [life for life in lives.values() if life.storage not in stays]
+        own += [Lifetime(piece, first.position[piece.node] + 1, end) for piece in pieces.values()]
+        return bytes_alive(own, end + 1)
 
     def _backward_bytes(
         self,
         order: Sequence[fx.Node],
         taken: Sequence[fx.Node],
-        pieces: Mapping[str, int],
+        pieces: Mapping[str, Storage],
         fetched: Mapping[fx.Node, int],
         stays: Collection[Storage],
     ) -> list[int]:
@@ -318,26 +305,25 @@ class Sketch:
             for one in self._given.storages[node]:
                 since[one] = min(len(inputs) + place, since.get(one, len(nodes)))
         own = [dataclasses.replace(one, first=since.get(one.storage, one.first)) for one in own]
-        alive = bytes_alive(own, len(nodes))
-        waits = {
-            node.meta[ROLE].bucket: place
-            for place, node in enumerate(nodes)
-            if works_for(node, "gather") and is_wait(node)
-        }
-        for bucket, place in waits.items():
-            num_bytes = sum(pieces.get(fqn, 0) for fqn in half.plan.gathers[bucket].fqns)
-            alive[: place + 1] = [one + num_bytes for one in alive[: place + 1]]
-        return alive
+        for place, node in enumerate(nodes):
+            if works_for(node, "gather") and is_wait(node):
+                fqns = half.plan.gathers[node.meta[ROLE].bucket].fqns
+                own += [Lifetime(pieces[fqn], 0, place) for fqn in fqns if fqn in pieces]
+        return bytes_alive(own, len(nodes))
 
     def _is_callers(self, node: fx.Node, stays: Collection[Storage]) -> bool:
         """Whether what a node of backward is given ``stays``, or has the memory of an input or a result of forward."""
         held = self._held_for.get(node, ())
-        return any(one in self._returned or one in stays or one.node.op == "placeholder" for one in held)
+        return any(one in self._trial.weight.returned or one in stays or one.node.op == "placeholder" for one in held)
 
-    def _pieces(self, sliced: Collection[str]) -> dict[str, int]:
-        """Return the bytes of each slice that is kept."""
+    def _pieces(self, sliced: Collection[str]) -> dict[str, Storage]:
+        """Return the slices that are kept, cut from what forward gathers."""
         there = self._uses.keys() & self._of_forward.keys()
-        return {fqn: inner_spec(self._uses[fqn].spec).gather_bytes for fqn in sliced if fqn in there}
+        return {
+            fqn: Storage(self._of_forward[fqn], -1, inner_spec(self._uses[fqn].spec).gather_bytes, "")
+            for fqn in sliced
+            if fqn in there
+        }
 
     def _loaded(self, taken: Sequence[fx.Node], live: Collection[fx.Node]) -> dict[fx.Node, float]:
         """Return the seconds in which readers load what backward is given, if the trial's kernels made it for them."""
@@ -363,7 +349,8 @@ class Sketch:
         name = inner_spec(self._uses[members[0]].spec).group
         group = group_of(name, self._profile, self._groups)
         seconds = collective_seconds("all_gather", sent_by(node).num_bytes, group, self._profile)
-        return on_link_of(group, dataclasses.replace(event, seconds=seconds, group=name), self._profile)
+        slows = slowdown(group, self._profile)
+        return dataclasses.replace(event, seconds=seconds, group=name, slows_compute=slows, link=group.link)
 
 
 def saved_without(trial: Trial, activations: Mapping[str, Collection[fx.Node]]) -> dict[str, list[str]]:
@@ -373,10 +360,6 @@ def saved_without(trial: Trial, activations: Mapping[str, Collection[fx.Node]]) 
     must_be = CheckpointPolicy.MUST_SAVE
     saved |= {node.name for node in trial.forward.graph.nodes if node.meta.get("recompute") is must_be}
     return {of: [node.name for node in nodes if node.name in saved] for of, nodes in activations.items()}
-
-
-def _of(events: Mapping[fx.Node, Event], node: fx.Node) -> list[Event]:
-    return [events[node]] if node in events else []
 
 
 def _by_parameter(graph: fx.Graph) -> dict[str, fx.Node]:

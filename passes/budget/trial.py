@@ -34,7 +34,7 @@ from ..apply.items import Items
 from ..apply.keep import keep, let_go
 from ..apply.overlap import arrange
 from ..cost.events import events_of
-from ..cost.memory import GraphMemory, Weight, memories_of, weigh
+from ..cost.memory import GraphMemory, Weight, weigh
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
@@ -60,28 +60,34 @@ class Lowered:
     plan: Plan
     items: Items  # in the order that the partitioner left
     memory: GraphMemory
-    events: tuple[Event, ...]  # one for each call, in the graph's order
+    events: Mapping[fx.Node, Event]  # of each call
     timeline: Timeline
 
-    def by_node(self) -> dict[fx.Node, Event]:
-        calls = (node for node in self.graph.nodes if node.op == "call_function")
-        return dict(zip(calls, self.events))
-
     def steps(self, alive: Iterable[Bytes], turns: Mapping[str, Turn], held: Bytes) -> Half:
-        events = self.by_node()
-        rows = ((node.name, [events[node]] if node in events else []) for node in self.graph.nodes)
+        rows = ((node.name, event_of(node, self.events)) for node in self.graph.nodes)
         return half_along(rows, alive, turns, held)
 
 
 @dataclass(frozen=True)
-class Trial:
+class Decision:
+    """The names of what is kept, recomputed, kept as slices and sent to the host, and how far ahead gathers go."""
+
+    kept: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
+    sliced: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+    hosted: frozenset[str] = frozenset()  # their shards are on the host
+    lookahead: int = field(default=1, kw_only=True)
+
+    @property
+    def names(self) -> tuple[frozenset[str], ...]:
+        return self.kept, self.recomputed, self.sliced, self.offloaded, self.hosted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Decision):
     """The prediction of one step."""
 
-    kept: frozenset[str]
-    recomputed: frozenset[str]
-    sliced: frozenset[str]
-    offloaded: frozenset[str]
-    hosted: frozenset[str]
     uses: StepUses
     plan: Plan
     forward: Lowered
@@ -105,31 +111,14 @@ class Trial:
         """Return the steps of both halves; some of them are those of ``periods``."""
         periods, its = periods or Periods(self.forward.graph), self.weight
         sent = self.forward.graph.find_nodes(op="call_function", target=launch_to_host)
-        names = self.kept, self.recomputed, self.sliced, self.offloaded, self.hosted
         return Halves(
-            Decision(*names, lookahead=self.plan.lookahead),
+            Decision(*self.names, lookahead=self.lookahead),
             self.forward.steps(zip(its.forward), periods.forward, (its.held_bytes,)),
             self.backward.steps(zip(its.backward), periods.backward, (its.held_bytes + its.returned_bytes,)),
             [(base_of(one.all_input_nodes[0]).name, sum(map(tensor_bytes, tensors_of(one)))) for one in sent],
             [*its.stays.items()],
             periods,
         )
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The names of what is kept, recomputed, kept as slices and sent to the host, and how far ahead gathers go."""
-
-    kept: frozenset[str] = frozenset()
-    recomputed: frozenset[str] = frozenset()
-    sliced: frozenset[str] = frozenset()
-    offloaded: frozenset[str] = frozenset()
-    hosted: frozenset[str] = frozenset()  # their shards are on the host
-    lookahead: int = field(default=1, kw_only=True)
-
-    @property
-    def names(self) -> tuple[frozenset[str], ...]:
-        return self.kept, self.recomputed, self.sliced, self.offloaded, self.hosted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +170,11 @@ class Halves:
         )
 
 
+def event_of(node: fx.Node, events: Mapping[fx.Node, Event]) -> list[Event]:
+    """Return the event of a node in a list, which is empty if the node has none."""
+    return [events[node]] if node in events else []
+
+
 def trial_as(its: Decision, joint: fx.Graph, profile: HardwareProfile, groups: Groups | None = None) -> Trial:
     """Predict the step of a joint graph, as ``trial_of`` does, with what was decided."""
     how = its.recomputed, its.sliced, its.lookahead, its.offloaded, its.hosted
@@ -227,16 +221,19 @@ def trial_of(
         items = Items.of(half)
         arrange(half, items, lookahead)
         lowered.append((half, its_plan, items))
-    forward, backward = memories_of(lowered[0][0], lowered[1][0], num_results, fused=not like_fsdp2)
-    weight = weigh(forward, backward, num_results)
+    weight = weigh(*(half for half, _, _ in lowered), fused=not like_fsdp2)
     halves: list[Lowered] = []
-    for (half, its_plan, items), memory, given_up in zip(lowered, (forward, backward), ((), weight.given_up)):
+    for (half, its_plan, items), memory, given_up in zip(lowered, weight.memories, ((), weight.given_up)):
         events = events_of(half, profile, groups, given_up, GraphMemory.of(half) if like_fsdp2 else memory)
-        halves.append(Lowered(half, its_plan, items, memory, tuple(events), simulate(events)))
+        of_calls = dict(zip((node for node in half.nodes if node.op == "call_function"), events))
+        halves.append(Lowered(half, its_plan, items, memory, of_calls, simulate(events)))
     first, then = halves
     away = frozenset(node.meta[OFFLOADED][0] for node in first.graph.nodes if is_copy(node))
     names = frozenset(kept), frozenset(recompute), frozenset(sliced), away, frozenset(hosted)
-    return Trial(*names, uses, plan, first, then, weight, num_results)
+    return Trial(
+        *names, lookahead=lookahead, uses=uses, plan=plan, forward=first, backward=then, weight=weight,
+        num_results=num_results,
+    )  # fmt: skip
 
 
 def _save_all(graph: fx.Graph) -> None:

@@ -11,7 +11,6 @@ are those of the code that Inductor generates: an op that is fused into its read
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 
 from torch import fx
@@ -25,7 +24,7 @@ from ..wire.streams import TO_DEVICE, TO_HOST
 from .memory import GraphMemory, own_and_callers
 from .profiles import HardwareProfile
 from .replay import Compute, Event, Launch, Wait
-from .roofline import Group, Groups, copy_seconds, graph_seconds, group_of, launch_seconds, sent_by, slowdown
+from .roofline import Groups, copy_seconds, graph_seconds, group_of, launch_seconds, sent_by, slowdown
 
 
 def events_of(
@@ -58,8 +57,8 @@ def events_of(
         if is_launch(node):
             sent = sent_by(node)
             group = group_of(sent.group, profile, groups)
-            launch = Launch(node.name, launch_seconds(node, group, profile), sent.group, *held, needs=_needs(node))
-            events.append(on_link_of(group, launch, profile))
+            seconds_alone, slows = launch_seconds(node, group, profile), slowdown(group, profile)
+            events.append(Launch(node.name, seconds_alone, sent.group, *held, _needs(node), slows, group.link))
         elif is_copy(node) or _is_beside(node):
             lane = TO_DEVICE if node.target is launch_to_device else TO_HOST
             copy_s = copy_seconds(sum(map(tensor_bytes, tensors_of(node))), profile)
@@ -73,11 +72,6 @@ def events_of(
         else:
             events.append(Compute(node.name, seconds.get(node, 0.0), *held, is_copy=ROLE in node.meta))
     return events
-
-
-def on_link_of(group: Group, launch: Launch, profile: HardwareProfile) -> Launch:
-    """Return the launch on the link that its group takes, with what computation loses beside that."""
-    return dataclasses.replace(launch, slows_compute=slowdown(group, profile), link=group.link)
 
 
 def _is_beside(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -40,12 +40,13 @@ OTHER = "other"
 
 
 @dataclass(frozen=True)
-class Owner:
-    """One storage: the node that allocated it, or the input that it came with."""
+class Owned:
+    """One storage that is alive at the peak."""
 
-    name: str
-    num_bytes: int
+    name: str  # of the node that allocated it, or of the input
+    of: str  # the parameters or the module that it belongs to, if that is known
     kind: str
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class MemoryCurve:
     names: tuple[str, ...]  # of the nodes, in their order
     live_bytes: tuple[int, ...]  # at each node, without inputs that stay the caller's
     input_bytes: int  # bytes of these inputs
-    peak_owners: tuple[Owner, ...]  # at the first position of the peak, largest first
+    peak_owners: tuple[Owned, ...]  # at the first position of the peak, largest first
 
     @property
     def peak_bytes(self) -> int:
@@ -83,14 +84,17 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class Weight:
-    """The bytes that one rank holds."""
+    """The bytes that one rank holds, in a step of two halves or in the only graph, which counts as forward."""
 
+    memories: tuple[GraphMemory, ...] = field(repr=False)  # of each graph
     forward: tuple[int, ...]  # at each node, without inputs that stay
-    backward: tuple[int, ...]
     held_bytes: int  # from begin to end: the callers' inputs
-    returned_bytes: int  # while backward runs: what forward returned, and its caller may hold
-    given_up: tuple[str, ...]  # inputs of backward that their last readers free
-    stays: Mapping[str, int]  # bytes that both halves hold for later steps, by the name of the node in forward
+    backward: tuple[int, ...] = ()
+    returned_bytes: int = 0  # while backward runs: what forward returned, and its caller may hold
+    given_up: tuple[str, ...] = ()  # inputs of backward that their last readers free
+    stays: Mapping[str, int] = field(default_factory=dict)  # bytes that both hold for later steps, by forward's node
+    returned: Collection[Storage] = field(default=(), repr=False)  # by forward, to its caller
+    saved: Mapping[str, tuple[Storage, ...]] = field(default_factory=dict, repr=False)  # by backward's input
 
     @property
     def peak_bytes(self) -> int:
@@ -107,11 +111,7 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
     live_bytes = bytes_alive(own, len(graph.nodes))
     peak = live_bytes.index(max(live_bytes)) if live_bytes else 0
     kinds = kinds_of(graph)
-    owners = [
-        Owner(life.storage.node.name, life.storage.num_bytes, kinds[life.storage])
-        for life in own
-        if life.first <= peak <= life.last and life.storage.num_bytes
-    ]
+    owners = [Owned(one.node.name, "", kinds[one], one.num_bytes) for one in storages_at(peak, own)]
     return MemoryCurve(
         names=tuple(node.name for node in graph.nodes),
         live_bytes=tuple(live_bytes),
@@ -120,46 +120,47 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
     )
 
 
-def memories_of(
-    forward: fx.Graph, backward: fx.Graph, num_results: int, fused: bool = True
-) -> tuple[GraphMemory, GraphMemory]:
-    """Return the memory of both halves. The inputs of backward know from now on which storages of forward they keep."""
-    first = GraphMemory.of(forward, fused)
-    inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
-    for name, result in zip(taken_as(forward, backward, num_results), results_of(forward)[num_results:]):
-        if name and isinstance(result, fx.Node):
-            note_taken(inputs[name], first.storages[result])
-    return first, GraphMemory.of(backward, fused)
+def weigh(forward: fx.Graph, backward: fx.Graph | None = None, *, fused: bool = True) -> Weight:
+    """Return the bytes that the two halves of a step hold, or its only graph.
 
-
-def weigh(forward: GraphMemory, backward: GraphMemory, num_results: int) -> Weight:
-    """Return the bytes that the two halves of a step hold.
-
-    Forward returns its ``num_results`` results first, and then the tensors that backward takes. A parameter that stays
-    for later launches counts from the begin of forward to the end of backward.
+    Forward returns its results first, and then the tensors that backward takes. The inputs of backward know from now on
+    which storages of forward they keep. A parameter that stays for later launches counts from the begin of forward to
+    the end of backward.
     """
-    first, callers_lives = own_and_callers(forward, ())
-    results = [forward.storages[one] if isinstance(one, fx.Node) else () for one in results_of(forward.graph)]
-    taken = taken_as(forward.graph, backward.graph, num_results)
-    stays = {one for name, these in zip(taken, results[num_results:]) if name.startswith(SHARED_NAME) for one in these}
-    first = [dataclasses.replace(life, first=0) if life.storage in stays else life for life in first]
-    made = stays | {one for these in results[:num_results] for one in these if one.node.op == "call_function"}
+    first = GraphMemory.of(forward, fused)
+    own, callers_lives = own_and_callers(first, ())
+    held_bytes = sum(life.storage.num_bytes for life in callers_lives)
+    if backward is None:
+        return Weight((first,), _curve(own, forward), held_bytes)
+    num_results = saved_by(forward, backward)
+    results = [first.storages[one] if isinstance(one, fx.Node) else () for one in results_of(forward)]
+    returned = {one for these in results[:num_results] for one in these}
+    saved = {name: its for name, its in zip(taken_as(forward, backward, num_results), results[num_results:]) if name}
+    for node in backward.find_nodes(op="placeholder"):
+        if node.name in saved:
+            note_taken(node, saved[node.name])
+    stays = {one for name, its in saved.items() if name.startswith(SHARED_NAME) for one in its}
+    own = [dataclasses.replace(life, first=0) if life.storage in stays else life for life in own]
+    made = stays | {one for one in returned if one.node.op == "call_function"}
     # A saved tensor that shares memory with an input or a result of forward is the caller's while backward runs.
-    callers = {
-        name
-        for name, these in zip(taken, results[num_results:])
-        if any(one in made or one.node.op == "placeholder" for one in these)
-    }
-    given_up = tuple(name for name in saved_inputs(backward.graph) if name not in callers)
-    then, _ = own_and_callers(backward, given_up)
+    callers = {name for name, its in saved.items() if any(one in made or one.node.op == "placeholder" for one in its)}
+    given_up = tuple(name for name in saved_inputs(backward) if name not in callers)
+    then = GraphMemory.of(backward, fused)
     return Weight(
-        tuple(bytes_alive(first, len(forward.graph.nodes))),
-        tuple(bytes_alive(then, len(backward.graph.nodes))),
-        sum(life.storage.num_bytes for life in callers_lives),
+        (first, then),
+        _curve(own, forward),
+        held_bytes,
+        _curve(own_and_callers(then, given_up)[0], backward),
         sum(one.num_bytes for one in made),
         given_up,
         {one.node.name: one.num_bytes for one in stays},
+        returned,
+        saved,
     )
+
+
+def _curve(lives: Iterable[Lifetime], graph: fx.Graph) -> tuple[int, ...]:
+    return tuple(bytes_alive(lives, len(graph.nodes)))
 
 
 def saved_by(forward: fx.Graph, backward: fx.Graph) -> int:
@@ -197,13 +198,18 @@ def _by_kind(nodes: Sequence[fx.Node], are_tensors: bool) -> list[str]:
 
 def own_and_callers(memory: GraphMemory, given_up: Collection[str]) -> tuple[list[Lifetime], list[Lifetime]]:
     """Return the lifetimes of what a graph allocates and of the inputs in ``given_up``, and those of other inputs."""
-    given = storages_given(memory.graph, given_up, memory.storages)
+    given = storages_given(memory, given_up)
     own: list[Lifetime] = []
     callers: list[Lifetime] = []
     for life in lives_of(memory.graph.nodes, memory):
         is_own = life.storage.node.op == "call_function" or life.storage in given
         (own if is_own else callers).append(life)
     return own, callers
+
+
+def storages_at(position: int, lives: Iterable[Lifetime]) -> list[Storage]:
+    """Return the storages of these that are alive at a position of their graph, without empty ones."""
+    return [one.storage for one in lives if one.first <= position <= one.last and one.storage.num_bytes]
 
 
 def bytes_alive(lives: Iterable[Lifetime], num_nodes: int) -> list[int]:
@@ -223,21 +229,18 @@ def saved_inputs(graph: fx.Graph) -> list[str]:
     return [one.name for one in graph.find_nodes(op="placeholder") if not one.name.startswith("primals")]
 
 
-def storages_given(
-    graph: fx.Graph, given_up: Collection[str], storages: Mapping[fx.Node, tuple[Storage, ...]] | None = None
-) -> set[Storage]:
+def storages_given(memory: GraphMemory, given_up: Collection[str]) -> set[Storage]:
     """Return the storages of the inputs in ``given_up``, except those that the caller holds by another input as well.
 
     Raise ValueError for a name that is none of the graph's inputs.
     """
-    inputs = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    inputs = {node.name: node for node in memory.graph.find_nodes(op="placeholder")}
     for name in given_up:
         if name not in inputs:
             known = ", ".join(inputs)
             raise ValueError(f"given_up has {name!r}, which is no input of the graph. Give some of {known}.")
-    storages = storages_of(graph) if storages is None else storages
-    kept = {storage for name, node in inputs.items() if name not in given_up for storage in storages[node]}
-    return {storage for name in given_up for storage in storages[inputs[name]]} - kept
+    kept = {storage for name, node in inputs.items() if name not in given_up for storage in memory.storages[node]}
+    return {storage for name in given_up for storage in memory.storages[inputs[name]]} - kept
 
 
 @dataclass(frozen=True)

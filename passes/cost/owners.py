@@ -27,27 +27,20 @@ from .memory import (
     OTHER,
     SHARD,
     GraphMemory,
-    Lifetime,
+    Owned,
     bytes_alive,
     kinds_of,
     own_and_callers,
     results_of,
+    saved_by,
+    storages_at,
     storages_given,
+    taken_as,
 )
 
 INPUT = "batch and buffers"
 RETURNED = "returned by forward"
 KINDS = (SHARD, INPUT, RETURNED, GATHERED, BUFFER, ACTIVATION, GRADIENT, OTHER)  # in stacking order
-
-
-@dataclass(frozen=True)
-class Owned:
-    """One storage that is alive at the peak."""
-
-    name: str  # of the node that allocated it, or of the input
-    of: str  # the parameters or the module that it belongs to, if that is known
-    kind: str
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -77,8 +70,8 @@ def owners_of(
     ``kinds`` tells what those inputs hold that another graph made; ``held`` is alive throughout. Without ``held``, what
     the callers of this graph hold is alive throughout.
     """
-    found = dict(kinds_of(graph))
-    given = storages_given(graph, given_up)
+    found, memory = kinds_of(graph), GraphMemory.of(graph)
+    given = storages_given(memory, given_up)
     for storage in found:
         if is_launch(storage.node) and works_for(storage.node, "gather"):
             found[storage] = GATHERED  # also if it is unpacked before it is read
@@ -88,32 +81,32 @@ def owners_of(
             found[storage] = told or (INPUT if is_callers else found[storage])
     nodes, names = list(graph.nodes), _StorageNames(graph, plan)
 
-    def owned(life: Lifetime) -> Owned:
-        storage = life.storage
+    def owned(storage: Storage) -> Owned:
         return Owned(storage.node.name, names.of(storage), found[storage], storage.num_bytes)
 
-    own, of_callers = own_and_callers(GraphMemory.of(graph), given_up)
-    callers = tuple(held if held is not None else (owned(life) for life in of_callers if life.storage.num_bytes))
+    own, of_callers = own_and_callers(memory, given_up)
+    if held is None:
+        held = [owned(life.storage) for life in of_callers if life.storage.num_bytes]
     calls = [place for place, node in enumerate(nodes) if node.op == "call_function"]
     of_kind = {}
     for kind in KINDS:
         alive = bytes_alive([life for life in own if found[life.storage] == kind], len(nodes))
-        stays = sum(one.num_bytes for one in callers if one.kind == kind)
+        stays = sum(one.num_bytes for one in held if one.kind == kind)
         of_kind[kind] = tuple(alive[place] + stays for place in calls)
     totals = [sum(column) for column in zip(*of_kind.values())]
     peak = calls[totals.index(max(totals))] if totals else 0
-    there = [owned(life) for life in own if life.first <= peak <= life.last and life.storage.num_bytes]
-    ordered = sorted((*callers, *there), key=lambda one: -one.num_bytes)
+    ordered = sorted((*held, *map(owned, storages_at(peak, own))), key=lambda one: -one.num_bytes)
     events = tuple(nodes[place].name for place in calls)
-    return MemoryOwners(events, of_kind, tuple(ordered), callers, names.at(nodes[peak]) if calls else "")
+    return MemoryOwners(events, of_kind, tuple(ordered), tuple(held), names.at(nodes[peak]) if calls else "")
 
 
-def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_results: int) -> dict[str, str]:
+def saved_kinds(forward: fx.Graph, plan: Plan, backward: fx.Graph) -> dict[str, str]:
     """Return what the tensors hold that forward saved for backward, by their names in backward."""
     kinds, storages = kinds_of(forward), storages_of(forward)
     kept = {fqn for bucket in plan.gathers for fqn in bucket.fqns}
     said = {}
-    for name, node in zip(taken_as, results_of(forward)[num_results:]):
+    num_results = saved_by(forward, backward)
+    for name, node in zip(taken_as(forward, backward, num_results), results_of(forward)[num_results:]):
         if not name or not isinstance(node, fx.Node) or not storages[node]:
             continue
         kind = kinds[storages[node][0]]

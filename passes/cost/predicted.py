@@ -23,7 +23,7 @@ from ..ir.plan import Bucket, Plan, as_size, named
 from ..schedule.reasons import AGAIN, BUDGET, Residency
 from ..wire.collectives import KIND_OF, is_launch, is_wait
 from .events import events_of
-from .memory import GraphMemory, memories_of, memory_curve, saved_by, weigh
+from .memory import weigh
 from .profiles import HardwareProfile
 from .replay import QUEUED, SHARED, Event, ReplayedCollective, Timeline, as_ms, simulate
 from .roofline import Groups
@@ -126,28 +126,15 @@ def predict(
 
     If the plan was made for a budget, verdicts on exposed collectives respect that budget.
     """
-    given_up: tuple[str, ...] = ()
-    returned_bytes = 0
-    memories: Sequence[GraphMemory]
-    if len(graphs) == 2:
-        (forward, _), (backward, _) = graphs
-        num_results = saved_by(forward, backward)
-        first, then = memories = memories_of(forward, backward, num_results)
-        weight = weigh(first, then, num_results)
-        given_up, peak_bytes, held_bytes = weight.given_up, weight.peak_bytes, weight.held_bytes
-        returned_bytes = weight.returned_bytes
-    else:
-        memories = [GraphMemory.of(graph) for graph, _ in graphs]
-        curve = memory_curve(graphs[0][0], fused=True)
-        peak_bytes, held_bytes = curve.input_bytes + curve.peak_bytes, curve.input_bytes
+    weight = weigh(*(graph for graph, _ in graphs))
     predicted = []
-    callers = [held_bytes, held_bytes + returned_bytes]
-    for (graph, plan), memory, taken, callers_bytes in zip(graphs, memories, [(), given_up], callers):
+    callers = [weight.held_bytes, weight.held_bytes + weight.returned_bytes]
+    for (graph, plan), memory, taken, callers_bytes in zip(graphs, weight.memories, [(), weight.given_up], callers):
         room = None if budget_bytes is None else budget_bytes - callers_bytes
         given_back = _given_back(residency or {}) if plan.stage == "backward" else set()
         events = events_of(graph, profile, groups, taken, memory)
         predicted.append(_predicted(graph, plan, events, room, given_back))
-    return Prediction(profile.name, tuple(predicted), peak_bytes, held_bytes, residency or {})
+    return Prediction(profile.name, tuple(predicted), weight.peak_bytes, weight.held_bytes, residency or {})
 
 
 def _predicted(
