@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..api.adapters import BETWEEN, adapters_of, base_path, plain_model
+from ..api.adapters import plain_model
 from ..core.unit import original_class
 
 
@@ -66,20 +66,6 @@ def _as_built(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
         built.__dict__["_modules"] = {**module._modules, **children}
     made[module] = built
     return built
-
-
-def plain_names(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
-    """Map the base model's names of tensors to the model's own names; tensors of adapters are left out."""
-    prefix = base_path(model)
-    found: dict[str, list[str]] = {}
-    for name in names:
-        plain = name
-        if adapters_of(model):
-            if not plain.startswith(prefix) or any(part.startswith("lora_") for part in plain.split(".")):
-                continue
-            plain = BETWEEN.sub("", plain.removeprefix(prefix))
-        found.setdefault(plain, []).append(name)
-    return found
 
 
 def sources(model: nn.Module, expected: Collection[str], entries: Collection[str]) -> list[Source]:
