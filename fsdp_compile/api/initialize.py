@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dynamo, process_groups
 from ..core.mesh import device_of_type, device_type_here
-from ..core.param import READS, ShardedParam
+from ..core.param import READS, ShardedParam, Slot
 from ..core.unit import original_class, units_in
 from .exchange import send_values
 from .fitting import loaded_from_first, mark_unwritten, require_alike, require_module, require_written
-from .own_values import Own, initialize_all, own_places
+from .own_values import Own, initialize_all, own_slots
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -80,8 +80,8 @@ def fill_in(
     offloaded = {id(param.shard) for unit in units if unit.offload for param in unit.params}
     initialize = init_fn or Own(module)
     missing = list(_on_meta(module, loaded, initialize))
-    places = [
-        (one, name)
+    slots = [
+        Slot(one, name)
         for one in module.modules()
         for name, param in one._parameters.items()
         if param is not None and param.is_meta and id(param) not in loaded
@@ -91,10 +91,10 @@ def fill_in(
         for one in {to, *(unit.mesh.device for unit in units)}:  # full parameters are written where they are gathered
             stack.enter_context(random_numbers_of_first(one))
         if isinstance(initialize, Own):
-            steps = list(initialize.steps(missing, places))
+            steps = list(initialize.steps(missing, slots))
         else:
-            steps = [(one, own_places(one)) for one in missing]
-        initialize_all(units, steps, places, initialize)
+            steps = [(one, own_slots(one)) for one in missing]
+        initialize_all(units, steps, slots, initialize)
     require_written(module, unwritten)
 
 
