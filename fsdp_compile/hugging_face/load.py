@@ -47,12 +47,12 @@ def load_pretrained(
     **strict** raises where the model has parameters that the folder lacks, or the folder tensors that the model lacks.
     Every rank must call this and see the folder; no weights are sent. If one rank raises, all ranks raise.
     """
-    inner = as_built(plain_model(model))
+    inner = as_built(model)
     with raised_on_all("load_pretrained"):
         require_shards(units_in(model), "load weights")
-        found = _find(model, Path(folder))
-        _check(Path(folder), model, found, strict)
-        generating = _generation_config(plain_model(model), Path(folder))
+        found = _find(model, inner, Path(folder))
+        _check(Path(folder), model, inner, found, strict)
+        generating = _generation_config(inner, Path(folder))
     adapters = _adapters_on_meta(model)
     fill_in(model, found.loaded, device)
     loader = Loader(saved_tensors(model))
@@ -80,7 +80,7 @@ class _Found:
         return self.entries[entry].tensor(entry)
 
 
-def _find(model: nn.Module, folder: Path) -> _Found:
+def _find(model: nn.Module, inner: nn.Module, folder: Path) -> _Found:
     entries: dict[str, File] = {}
     for path in files_in(folder):
         file = File(path)
@@ -88,7 +88,7 @@ def _find(model: nn.Module, folder: Path) -> _Found:
             if name in entries:
                 raise ValueError(f"{name} is in {entries[name].path} and in {path}. Take one of them out.")
             entries[name] = file
-    inner, tensors = as_built(plain_model(model)), saved_tensors(model)
+    tensors = saved_tensors(model)
     names = plain_names(model, tensors)
     found = sources(inner, names, entries)
     made = [source.make(lambda one: entries[one].like(one), inner) for source in found]
@@ -121,7 +121,7 @@ def _reset(model: nn.Module, adapters: list[nn.Module]) -> None:
                     layer.reset_lora_parameters(name, configs[name].init_lora_weights)  # type: ignore[operator]
 
 
-def _check(folder: Path, model: nn.Module, found: _Found, strict: bool) -> None:
+def _check(folder: Path, model: nn.Module, inner: nn.Module, found: _Found, strict: bool) -> None:
     """Raise for shapes that differ; if ``strict``, also for names that the model or the folder lacks."""
     tensors = saved_tensors(model)
     for short, shape in found.shapes.items():
@@ -134,13 +134,13 @@ def _check(folder: Path, model: nn.Module, found: _Found, strict: bool) -> None:
     wanted = {name: tensors[name] for names in found.names.values() for name in names}
     # Older folders may lack buffers that the model has now.
     missing = [name for name, one in wanted.items() if isinstance(one, nn.Parameter) and id(one) not in found.loaded]
-    ignored = may_be_more(plain_model(model))
+    ignored = may_be_more(inner)
     unexpected = [short for short in found.shapes if short not in found.names and not ignored(short)]
     said = [f"it lacks {listed(missing)}"] if missing else []
     said += [f"it has {listed(unexpected)}, which the model has not"] if unexpected else []
     if strict and said:
         raise ValueError(
-            f"{folder} is not of a {original_class(plain_model(model)).__name__} like this: {', and '.join(said)}. "
+            f"{folder} is not of a {original_class(inner).__name__} like this: {', and '.join(said)}. "
             "Build the model from the folder's config.json; or pass strict=False: what is missing is left as it is, or "
             "initialized where it is on the meta device."
         )

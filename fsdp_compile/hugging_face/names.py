@@ -45,19 +45,18 @@ class Source:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def as_built(model: nn.Module) -> nn.Module:
+def as_built(model: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """Return the model without wrappers and with its original classes: transformers finds mappings by class names.
 
     FSDPGPTNeoXForCausalLM(WRAPPED: FSDPGPTNeoXModel)     GPTNeoXForCausalLM(GPTNeoXModel), with the same parameters
+
+    ``made`` has the modules that were built already.
     """
-    return _as_built(model, {})
-
-
-def _as_built(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    module, made = plain_model(model), {} if made is None else made
     if module in made:
         return made[module]
     before = {name: child for name, child in module._modules.items() if child is not None}
-    children = {name: _as_built(plain_model(child), made) for name, child in before.items()}
+    children = {name: as_built(child, made) for name, child in before.items()}
     built, kind = module, original_class(module)
     of_sharded_class = kind is not type(module) and hasattr(module, "config")
     if of_sharded_class or any(child is not before[name] for name, child in children.items()):

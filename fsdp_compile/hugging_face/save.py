@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..api.adapters import adapters_of, plain_model
+from ..api.adapters import adapters_of
 from ..api.exchange import Slab, as_whole, cast_to, this_rank
 from ..api.fitting import from_all_ranks, raised_on_all
 from ..api.full_params import require_shards
@@ -75,7 +75,7 @@ def save_pretrained(
     every rank must call this and see the folder. Its former content loads until all files are written. Then the files
     replace it, and a reader in between finds nothing that loads.
     """
-    path, inner = Path(folder), as_built(plain_model(model))
+    path, inner = Path(folder), as_built(model)
     with raised_on_all("save_pretrained"):
         _refuse_adapters(model, inner)
         require_shards(units_in(model), "save weights")
