@@ -192,7 +192,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
             )
         return known[1].watch.gave(param.fqn, "value")  # type: ignore[no-any-return]
 
-    def _reads(self) -> dict[str, Any]:
+    def _reads(self) -> Any:
         """Return the module's reads. The module is there, as it is what asks."""
         return self._module().__dict__.get(READS, {})
 
