@@ -121,8 +121,8 @@ def test_torchs_trace_has_plans_and_code(tmp_path: Path) -> None:
                     found[name] = "\n".join(one[1:] for one in payload)
     plan = json.loads(found["fsdp_compile_forward_plan"])
     assert plan["gathers"][0]["fqns"] == ["weight", "bias"]
-    assert "all_gather_into_tensor" not in found["fsdp_compile_forward_0_captured"]
-    assert "all_gather_into_tensor" in found["fsdp_compile_forward_1_insert"]
+    assert "all_gather" not in found["fsdp_compile_forward_0_captured"]
+    assert "all_gather_members" in found["fsdp_compile_forward_1_insert"]
     assert f"fsdp_compile_joint_{len(JOINT_PASSES)}_keep" in found and "fsdp_compile_backward_table" in found
 
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from .exchange import gathered
 from .full_params import in_place_of_shards
 
 # The parts that PEFT puts into the names of a module's weights; modules_to_save is the copy that it trains.
-BETWEEN = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+_BETWEEN = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:
@@ -44,11 +44,19 @@ def plain_model(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def base_path(model: nn.Module) -> str:
-    """Return the path of the plain model in the model, with a dot behind it; "" if it is the model."""
+def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
+    """Map the base model's names of tensors to the model's own names; tensors of adapters are left out."""
+    if not adapters_of(model):
+        return {name: [name] for name in names}
     inner = plain_model(model)
     path = next(plain_name(path) for path, one in model.named_modules() if one is inner)
-    return f"{path}." if path else ""
+    prefix = f"{path}." if path else ""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        is_of_adapter = any(part.startswith("lora_") for part in name.split("."))
+        if name.startswith(prefix) and not is_of_adapter:
+            found.setdefault(_BETWEEN.sub("", name.removeprefix(prefix)), []).append(name)
+    return found
 
 
 def merged_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -62,11 +70,11 @@ def merged_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
             active: Any = module.active_adapters
             copied = [one for one in active if one in module.modules_to_save]  # type: ignore[operator]
             kept[f"{path}."] = f"{path}.modules_to_save.{copied[0]}." if copied else f"{path}.original_module."
-    prefix = base_path(model)
     return {
-        BETWEEN.sub("", name.removeprefix(prefix)): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix) and all(name.startswith(kept[path]) for path in kept if name.startswith(path))
+        plain: tensors[name]
+        for plain, names in plain_names(model, tensors).items()
+        for name in names
+        if all(name.startswith(kept[path]) for path in kept if name.startswith(path))
     }
 
 

@@ -83,19 +83,21 @@ def clip_grad_norm(
     max_norm = _positive("max_norm", max_norm, "from 0 on")
     params = list(dict.fromkeys(params))
     require_lasting_grads(params)
+    grads: list[Tensor] = []
+    numbers: dict[Any, list[Tensor]] = {}  # what this rank has of gradients, by how they are cut
     for param in params:
+        # By parameters, not gradients: every rank has the same parameters, whatever its backward reached.
+        alike_cut = numbers.setdefault(_ways_cut(param), [])
+        if param.grad is None:
+            continue
         if isinstance(param.grad, DTensor) and any(one.is_partial() for one in param.grad.placements):
             param.grad = param.grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
-        elif param.grad is not None and param.grad.is_sparse:
+        elif param.grad.is_sparse:
             param.grad = param.grad.coalesce()  # an index that is there twice counts with its sum
-    grads = [param.grad for param in params if param.grad is not None]
-    # By parameters, not gradients: every rank has the same parameters, whatever its backward reached.
-    numbers: dict[Any, list[Tensor]] = {_ways_cut(param): [] for param in params}
+        grads.append(param.grad)
+        alike_cut.append(param.grad.values() if param.grad.is_sparse else local_of(param.grad))
     wide = (torch.float64, torch.complex128)
     norm_dtype = torch.float64 if any(param.dtype in wide for param in params) else torch.float32
-    for param in params:
-        if param.grad is not None:
-            numbers[_ways_cut(param)].append(_numbers_in(param.grad))
     zero = torch.zeros((), device=device, dtype=norm_dtype)
     total = zero.clone()
     for (mesh, dims), some in numbers.items():
@@ -142,11 +144,6 @@ def _by_dtype(tensors: Iterable[Tensor]) -> Iterable[tuple[torch.dtype, list[Ten
     for one in tensors:
         found.setdefault((one.dtype, one.device), []).append(one)
     return ((dtype, alike) for (dtype, _), alike in found.items())
-
-
-def _numbers_in(grad: Tensor) -> Tensor:
-    """Return this rank's part of a gradient."""
-    return grad.values() if grad.is_sparse else local_of(grad)
 
 
 def _ways_cut(param: Tensor) -> tuple[Any, tuple[int, ...]]:

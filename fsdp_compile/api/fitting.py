@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.parts import local_of
 from ..passes.ir.module_paths import plain_name
+from .exchange import this_rank
 
 # Bit patterns that no initialization writes: as floats, they are NaNs that no computation produces.
 _MARKS = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FDEADDE), 8: (torch.int64, 0x7FFDEADDEADDEADD)}
@@ -52,7 +53,7 @@ def raise_on_all(
 
 def from_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return what every rank passes as ``mine``, in the order of ranks; without a process group, only this one's."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return [mine]
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, mine, group=group)
@@ -64,13 +65,11 @@ def require_module(function: str, model: Any) -> None:
         raise TypeError(f"{function} takes a module, but got {type(model).__name__}.")
 
 
-def loaded_from_first(model: nn.Module, state_dict: Any, everywhere: bool) -> dict[str, Any] | None:
+def loaded_from_first(model: nn.Module, state_dict: Any) -> dict[str, Any] | None:
     """Return what this rank passes to the loading of rank 0's state dict, None without one; raise on a misfit."""
-    rank = dist.get_rank() if everywhere else 0
-    said: tuple[bool, str | None] = (state_dict is not None, None)
-    if state_dict is not None and rank == 0:
-        said = (True, _misfit(model, state_dict))
-    (is_given, misfit), *others = from_all_ranks(said)
+    is_first, is_given = this_rank() == 0, state_dict is not None
+    here = _misfit(model, state_dict) if is_first and is_given else None
+    (is_given, misfit), *others = from_all_ranks((is_given, here))
     if misfit is not None:
         raise ValueError(f"materialize: state_dict {misfit}")
     if not is_given:
@@ -81,7 +80,7 @@ def loaded_from_first(model: nn.Module, state_dict: Any, everywhere: bool) -> di
                     "it on rank 0."
                 )
         return None
-    return _with_tied(model, state_dict) if rank == 0 else {}
+    return _with_tied(model, state_dict) if is_first else {}
 
 
 def _misfit(model: nn.Module, state_dict: Any) -> str | None:

@@ -68,8 +68,8 @@ class UnshardHandle(fsdp2.UNSHARD_HANDLE):  # type: ignore[misc, valid-type]  # 
 class GradientReductionHandle(fsdp2.GRADIENT_REDUCTION_HANDLE):  # type: ignore[misc, valid-type]
     """The handle of ``finalize_backward(async_op=True)``: wait before the next forward and the optimizer's step."""
 
-    def __init__(self, root: Unit | None) -> None:
-        self._root = root
+    def __init__(self, root: Unit) -> None:
+        self._root: Unit | None = root
 
     def wait(self) -> None:
         """Wait until the shards have their gradients."""

@@ -170,11 +170,9 @@ class _Swapped:
 
         With gradients, return the same of these: an optimizer's ``zero_grad`` drops them, or writes zeros.
         """
-        held: list[Any] = [self.shard]
-        if self.with_grads and self.shard.grad is not None:
-            held.append(self.shard.grad)
-        same_grad = self.grad is (self.shard.grad if self.with_grads else None)
-        return same_grad, *(version for tensor in held for version in dtensors.versions_of(tensor))
+        grad = self.shard.grad if self.with_grads else None
+        held: list[Any] = [self.shard] if grad is None else [self.shard, grad]
+        return id(grad), *(version for tensor in held for version in dtensors.versions_of(tensor))
 
     @property
     def stepped(self) -> bool:

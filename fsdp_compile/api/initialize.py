@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dynamo, process_groups
 from ..core.mesh import device_of_type, device_type_here
-from ..core.param import READS, ShardedParam
+from ..core.param import READS, ShardedParam, Slot
 from ..core.unit import original_class, units_in
 from .exchange import send_values
 from .fitting import loaded_from_first, mark_unwritten, require_alike, require_module, require_written
-from .own_values import Own, initialize_all, own_places
+from .own_values import Own, initialize_all, own_slots
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -56,14 +56,13 @@ def materialize(
     if init_fn is not None and not callable(init_fn):
         raise TypeError(f"materialize: init_fn is a {type(init_fn).__name__}. Pass a function of a module.")
     module = dynamo.behind_compile(model)
-    everywhere = dist.is_available() and dist.is_initialized()
     if device is not None and torch.device(device).type == "meta":
         raise ValueError('materialize: device is "meta", where there are no values. Pass another one.')
-    state_dict = loaded_from_first(module, state_dict, everywhere)
+    state_dict = loaded_from_first(module, state_dict)
     tensors = module.state_dict(keep_vars=True).values() if state_dict is not None else ()
     fill_in(module, {id(tensor) for tensor in tensors}, device, init_fn)
     if state_dict is not None:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=everywhere, strict=True)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=True)
         set_model_state_dict(module, state_dict, options=options)
     return model
 
@@ -81,8 +80,8 @@ def fill_in(
     offloaded = {id(param.shard) for unit in units if unit.offload for param in unit.params}
     initialize = init_fn or Own(module)
     missing = list(_on_meta(module, loaded, initialize))
-    places = [
-        (one, name)
+    slots = [
+        Slot(one, name)
         for one in module.modules()
         for name, param in one._parameters.items()
         if param is not None and param.is_meta and id(param) not in loaded
@@ -92,10 +91,10 @@ def fill_in(
         for one in {to, *(unit.mesh.device for unit in units)}:  # full parameters are written where they are gathered
             stack.enter_context(random_numbers_of_first(one))
         if isinstance(initialize, Own):
-            steps = list(initialize.steps(missing, places))
+            steps = list(initialize.steps(missing, slots))
         else:
-            steps = [(one, own_places(one)) for one in missing]
-        initialize_all(units, steps, places, initialize)
+            steps = [(one, own_slots(one)) for one in missing]
+        initialize_all(units, steps, slots, initialize)
     require_written(module, unwritten)
 
 
@@ -129,47 +128,38 @@ def _allocate(
     names = [name for name, tensor in named if tensor.is_meta and id(tensor) not in loaded]
     model._apply(placed)
     for (first, name), *others in ties:
-        for module, other in others:
-            if other in module._parameters:
-                module._parameters[other] = first._parameters[name]
-            else:
-                module._buffers[other] = first._buffers[name]
+        for registered, other in others:
+            registered[other] = first[name]
     now = dict([*model.named_parameters(), *model.named_buffers()])
     return [name for name in names if name in now and mark_unwritten(now[name])]
 
 
-def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each unsharded meta tensor that has several. Sharded ones stay tied by themselves."""
-    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+def _ties(model: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """Return where each unsharded meta tensor that has several places is registered. Sharded ones stay tied anyway."""
+    places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
         sharded = module.__dict__.get(READS, {})
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.is_meta and name not in sharded:
-                places.setdefault(tensor, []).append((module, name))
+        for registered in (module._parameters, module._buffers):
+            for name, tensor in registered.items():
+                if tensor is not None and tensor.is_meta and name not in sharded:
+                    places.setdefault(tensor, []).append((registered, name))
     return [some for some in places.values() if len(some) > 1]
 
 
 @contextmanager
 def random_numbers_of_first(device: torch.device) -> Iterator[None]:
     """Have every rank draw the random numbers of rank 0; after the block, other ranks go on with their own."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         yield
         return
-    on_device = device.type not in ("cpu", "meta")
-    module = torch.get_device_module(device) if on_device else None
-    own: list[Any] = [torch.get_rng_state(), None if module is None else module.get_rng_state(device)]
-    first = list(own)
-    dist.broadcast_object_list(first)
-    torch.set_rng_state(first[0])
-    if module is not None:
-        module.set_rng_state(first[1], device)
-    try:
+    devices = [] if device.type == "cpu" else [device]  # the CPU's own numbers are always forked
+    with torch.random.fork_rng(devices, enabled=dist.get_rank() != 0, device_type=device.type):
+        first = [torch.get_rng_state(), *(torch.get_device_module(one).get_rng_state(one) for one in devices)]
+        dist.broadcast_object_list(first)
+        torch.set_rng_state(first[0])
+        for one, state in zip(devices, first[1:]):
+            torch.get_device_module(one).set_rng_state(state, one)
         yield
-    finally:
-        if dist.get_rank() != 0:
-            torch.set_rng_state(own[0])
-            if module is not None:
-                module.set_rng_state(own[1], device)
 
 
 @torch.no_grad()

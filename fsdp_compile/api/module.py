@@ -142,34 +142,25 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Gather with ``comm``: it has ``allocate(size, dtype=, device=)``, and is called with ``(output, input, group,
         async_op)``. Eager only.
         """
-        unit = _unit(self)
-        _require_one_mesh(unit, "set_custom_all_gather")
-        unit.settings.comms.all_gather = _require_comm(comm, "set_custom_all_gather")
-        refresh(unit)
+        _set_comms(self, "set_custom_all_gather", all_gather=_require_comm(comm, "set_custom_all_gather"))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce with ``comm``: it has ``allocate``, and is called with ``(output, input, group, op, async_op)``.
 
         Eager only.
         """
-        unit = _unit(self)
-        _require_one_mesh(unit, "set_custom_reduce_scatter")
-        unit.settings.comms.reduce_scatter = _require_comm(comm, "set_custom_reduce_scatter")
-        refresh(unit)
+        _set_comms(self, "set_custom_reduce_scatter", reduce_scatter=_require_comm(comm, "set_custom_reduce_scatter"))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` on each bucket of summed gradients, in place, before they are divided and cast. Eager only."""
         unit = _unit(self)
-        _require_one_mesh(unit, "set_all_reduce_hook")
         if hook is None and stream is not None:
             raise AssertionError("all reduce hook stream is specified but hook itself is missing. Pass both.")
         if hook is not None and not callable(hook):
             raise TypeError(f"set_all_reduce_hook takes a function of a tensor, but got {type(hook).__name__}.")
         if stream is not None and any(param.mesh.num_replicas > 1 for param in unit.params):
             raise ValueError(f"stream cannot be set when using native HSDP, as {unit.name} does. Leave it out.")
-        unit.settings.comms.all_reduce_hook = hook
-        unit.settings.comms.all_reduce_hook_stream = stream
-        refresh(unit)
+        _set_comms(self, "set_all_reduce_hook", all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next gathers wait for ``event`` as well; unlike FSDP2's, they still wait for what is queued here."""
@@ -263,9 +254,8 @@ class FSDPModule(ShardedModule, _FSDP2):
             if not unit.keeps:
                 unit.keeper.free()
         iteration.touched.clear()
-        handle = GradientReductionHandle(root if async_op else None)
         if async_op:
-            iteration.pending_handle = handle
+            iteration.pending_handle = handle = GradientReductionHandle(root)
             return handle
         iteration.traffic.finish()
         return None
@@ -325,13 +315,18 @@ def _set_pools(unit: Unit, method: str, pool_of: Callable[[str, torch.device], p
     refresh(unit)
 
 
-def _require_one_mesh(unit: Unit, method: str) -> None:
+def _set_comms(module: Any, method: str, **comms: Any) -> None:
+    """Change collectives of a unit, which must be on one mesh, and have its reads follow."""
+    unit = _unit(module)
     groups = {param.mesh.group for param in unit.params}
     if len(groups) > 1:
         raise ValueError(
             f"{method} is not supported with multiple param groups, and {unit.name} has one for each of its "
             f"{len(groups)} meshes (shard_placement_fn). Shard the modules of each mesh by themselves."
         )
+    for name, value in comms.items():
+        setattr(unit.settings.comms, name, value)
+    refresh(unit)
 
 
 def _require_comm(comm: Any, method: str) -> Any:

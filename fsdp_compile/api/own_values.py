@@ -31,8 +31,7 @@ from .fitting import mark_unwritten, raise_on_all
 from .full_params import in_place_of_shards
 
 INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
-Place = tuple[nn.Module, str]  # of a parameter: the module that has it, and its name there
-Step = tuple[nn.Module, frozenset[Place]]  # the module to initialize, and the parameters that the call writes to
+Step = tuple[nn.Module, frozenset[Slot]]  # the module to initialize, and the parameters that the call writes to
 
 
 class Own:
@@ -57,34 +56,34 @@ class Own:
         if module in self._around:
             getattr(self._around[module], INITIALIZES)(module)
 
-    def steps(self, modules: Collection[nn.Module], missing: Collection[Place]) -> Iterator[Step]:
+    def steps(self, modules: Collection[nn.Module], missing: Collection[Slot]) -> Iterator[Step]:
         """Yield the calls: for ``modules``, which have missing tensors, and for others that write only to such."""
         for module in modules:
             if module not in self._around:
-                yield module, own_places(module)
+                yield module, own_slots(module)
         for module in inside_out(self._model):
             if module in self._around:
                 written = _foreseen(self, module)
                 if module in modules:
-                    yield module, own_places(module) | written
+                    yield module, own_slots(module) | written
                 elif written and written <= frozenset(missing):
                     yield module, written
 
 
-def own_places(module: nn.Module) -> frozenset[Place]:
-    return frozenset((module, name) for name, param in module._parameters.items() if param is not None)
+def own_slots(module: nn.Module) -> frozenset[Slot]:
+    return frozenset(Slot(module, name) for name, param in module._parameters.items() if param is not None)
 
 
 class _Writes(TorchFunctionMode):
     """Notes which of some tensors are written to, also through tensors that are made from them."""
 
-    def __init__(self, places: dict[int, list[Place]]) -> None:
+    def __init__(self, slots: dict[int, list[Slot]]) -> None:
         super().__init__()
-        self._of, self._alive, self.written = places, list[Tensor](), set[Place]()
+        self._of, self._alive, self.written = slots, list[Tensor](), set[Slot]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        of = [place for one in (*args[:1], *kwargs.values()) for place in self._of.get(id(one), ())]
+        of = [slot for one in (*args[:1], *kwargs.values()) for slot in self._of.get(id(one), ())]
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
@@ -95,37 +94,33 @@ class _Writes(TorchFunctionMode):
         return result
 
 
-def _foreseen(own: Own, module: nn.Module) -> frozenset[Place]:
+def _foreseen(own: Own, module: nn.Module) -> frozenset[Slot]:
     """Return the parameters inside ``module`` that its ``_init_weights`` writes to, by a call on meta tensors."""
-    if all(param is None or module is one for one in module.modules() for param in one._parameters.values()):
+    registered = {slot: slot.param for one in module.modules() for slot in own_slots(one)}
+    if all(slot.module is module for slot in registered):
         return frozenset()  # nothing inside
     stand_ins: dict[int, nn.Parameter] = {}
-    places: dict[int, list[Place]] = {}
-    registered: list[tuple[nn.Module, str, Any]] = []
-    for one in module.modules():
-        for name, param in one._parameters.items():
-            if param is not None:
-                on_meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
-                stand_in = stand_ins.setdefault(id(param), nn.Parameter(on_meta, param.requires_grad))
-                places.setdefault(id(stand_in), []).append((one, name))
-                registered.append((one, name, param))
-    for one, name, param in registered:
-        one._parameters[name] = stand_ins[id(param)]
-    writes = _Writes(places)
+    slots: dict[int, list[Slot]] = {}
+    for slot, param in registered.items():
+        on_meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        stand_in = stand_ins.setdefault(id(param), nn.Parameter(on_meta, param.requires_grad))
+        slots.setdefault(id(stand_in), []).append(slot)
+        slot.register(stand_in)
+    writes = _Writes(slots)
     try:
         with torch.random.fork_rng(devices=()), torch.no_grad(), writes:
             own.as_part(module)
     except (NotImplementedError, RuntimeError):  # it reads values, so it may write to all of them
-        return frozenset((one, name) for one, name, _ in registered)
+        return frozenset(registered)
     finally:
-        for one, name, param in registered:
-            one._parameters[name] = param
+        for slot, param in registered.items():
+            slot.register(param)
     return frozenset(writes.written)
 
 
 @torch.no_grad()
 def initialize_all(
-    units: list[Unit], steps: list[Step], missing: Sequence[Place], initialize: Callable[[nn.Module], Any]
+    units: list[Unit], steps: list[Step], missing: Sequence[Slot], initialize: Callable[[nn.Module], Any]
 ) -> None:
     """Make the calls, each with full parameters; raise an error of one on every rank, after the last gather.
 
@@ -133,24 +128,24 @@ def initialize_all(
     values to gather before its module, or a module around that, was called. (A user's function may write anywhere, so
     then all are gathered.)
     """
-    order = {place: index for index, place in enumerate(missing)}
+    order = {slot: index for index, slot in enumerate(missing)}
     had: set[nn.Module] = set()
     failed: Exception | None = None
     where = ""
 
     def units_used(step: Step) -> tuple[list[Unit], nn.Module | None]:
-        module, places = step
-        used = read_by(module, *(one for one, _ in places))
+        module, written = step
+        used = read_by(module, *(slot.module for slot in written))
         return [unit for unit in units if unit in used], None if used else module
 
     def has_values(slot: Slot) -> bool:
-        return not isinstance(initialize, Own) or (slot.module, slot.name) not in order or slot.module in had
+        return not isinstance(initialize, Own) or slot not in order or slot.module in had
 
     for (its, _), some in itertools.groupby(steps, units_used):
         calls, sharded = list(some), [param for unit in its for param in unit.params]
         slots: dict[Any, list[Slot]] = {param.param: [*param.slots] for param in sharded}
-        written = {place for _, places in calls for place in places if place in order}
-        for slot in [Slot(module, name) for module, name in sorted(written, key=order.__getitem__)]:
+        written = {slot for _, its_slots in calls for slot in its_slots if slot in order}
+        for slot in sorted(written, key=order.__getitem__):
             if isinstance(slot.param, DTensor) and slot not in slots.setdefault(slot.param, []):
                 slots[slot.param].append(slot)
         with _whole(slots, sharded, has_values):

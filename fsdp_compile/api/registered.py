@@ -146,13 +146,11 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
     """Tells whether a forward of the unit that owns a parameter runs; Dynamo takes the answers for constants."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)  # Dynamo keeps objects of this class
+        self._module: Any = weakref.ref(module)  # Dynamo keeps objects of this class
 
     def any(self) -> bool:
         """Whether eager code finds anything but what is registered."""
-        module = self._module()
-        reads = {} if module is None else module.__dict__.get(READS, {})
-        return any(use_of(owner) is not None for _, owner, _ in reads.values())
+        return any(use_of(owner) is not None for _, owner, _ in self._reads().values())
 
     def found(self, name: str, registered: Any) -> Any:
         """Return the tensor that eager code finds under ``name``. Dynamo's own code finds what is registered."""
@@ -161,12 +159,12 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
             return registered
         full = getattr(self._module(), name)
         if isinstance(full, Tensor) and full.requires_grad:
-            _take_hooks(full, self._known(name)[0].fqn, owner)
+            _take_hooks(full, self._reads()[name][0].fqn, owner)
         return full
 
     def shard_behind(self, name: str, value: Any) -> Any:
         """Return the shard, if ``value`` is what a read gave the running forward; otherwise ``value``."""
-        known = self._known(name)
+        known = self._reads().get(name)
         use = None if known is None else use_of(known[1])
         if use is None or value is None:
             return value
@@ -183,7 +181,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
 
     def traced_gave(self, name: str) -> bool:
         """Whether traced code writes back to a parameter's name what a read of it gave."""
-        known = self._known(name)
+        known = self._reads().get(name)
         if known is None:
             return False
         param: ShardedParam = known[0]
@@ -194,15 +192,14 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
             )
         return known[1].watch.gave(param.fqn, "value")  # type: ignore[no-any-return]
 
-    def _known(self, name: str) -> Any:
+    def _reads(self) -> Any:
         module = self._module()
-        return None if module is None else module.__dict__.get(READS, {}).get(name)
+        return {} if module is None else module.__dict__.get(READS, {})
 
     def _owner(self, name: str) -> Unit | None:
         """Return the parameter's unit, if a shard is registered for it."""
-        known, module = self._known(name), self._module()
-        registered: Any = {} if module is None else module._parameters
-        if known is None or not known[0].is_cut(dict.get(registered, name)):
+        known = self._reads().get(name)
+        if known is None or not known[0].is_cut(dict.get(self._module()._parameters, name)):
             return None
         return known[1]  # type: ignore[no-any-return]
 

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..api.adapters import adapters_of, plain_model
+from ..api.adapters import adapters_of, plain_model, plain_names
 from ..api.classes import read_by
 from ..api.fitting import listed, raised_on_all
 from ..api.full_params import require_shards, swapped_in
 from ..api.initialize import fill_in, random_numbers_of_first
 from ..api.stream import Loader
 from ..core.unit import original_class, saved_tensors, units_in
-from .names import Source, as_built, may_be_more, plain_names, sources
+from .names import Source, as_built, may_be_more, sources
 from .safetensors import File, files_in
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -47,19 +47,18 @@ def load_pretrained(
     **strict** raises where the model has parameters that the folder lacks, or the folder tensors that the model lacks.
     Every rank must call this and see the folder; no weights are sent. If one rank raises, all ranks raise.
     """
-    inner = as_built(plain_model(model))
+    inner = as_built(model)
     with raised_on_all("load_pretrained"):
         require_shards(units_in(model), "load weights")
-        found = _find(model, Path(folder))
-        _check(Path(folder), model, found, strict)
-        generating = _generation_config(plain_model(model), Path(folder))
+        found = _find(model, inner, Path(folder))
+        _check(Path(folder), model, inner, found, strict)
+        generating = _generation_config(inner, Path(folder))
     adapters = _adapters_on_meta(model)
-    there = saved_tensors(model)
-    fill_in(model, {id(there[name]) for short in found.shapes for name in found.plain.get(short, ())}, device)
+    fill_in(model, found.loaded, device)
     loader = Loader(saved_tensors(model))
     for source in found.sources:
         for short, value in source.make(found.tensor, inner).items():
-            for name in found.plain.get(short, ()):
+            for name in found.names.get(short, ()):
                 loader.write(name, value)
     _reset(model, adapters)
     if generating is not None:
@@ -74,13 +73,14 @@ class _Found:
     entries: Mapping[str, File]
     sources: list[Source]
     shapes: Mapping[str, torch.Size]  # of the tensors that the sources make, by names in the plain model
-    plain: Mapping[str, list[str]]  # names in the plain model, to the model's own names
+    names: Mapping[str, list[str]]  # names in the plain model, to the model's own names
+    loaded: set[int]  # ids of the model's tensors that are there, by any of their names
 
     def tensor(self, entry: str) -> Tensor:
         return self.entries[entry].tensor(entry)
 
 
-def _find(model: nn.Module, folder: Path) -> _Found:
+def _find(model: nn.Module, inner: nn.Module, folder: Path) -> _Found:
     entries: dict[str, File] = {}
     for path in files_in(folder):
         file = File(path)
@@ -88,11 +88,13 @@ def _find(model: nn.Module, folder: Path) -> _Found:
             if name in entries:
                 raise ValueError(f"{name} is in {entries[name].path} and in {path}. Take one of them out.")
             entries[name] = file
-    inner, plain = as_built(plain_model(model)), plain_names(model, saved_tensors(model))
-    found = sources(inner, plain, entries)
+    tensors = saved_tensors(model)
+    names = plain_names(model, tensors)
+    found = sources(inner, names, entries)
     made = [source.make(lambda one: entries[one].like(one), inner) for source in found]
     shapes = {short: like.shape for some in made for short, like in some.items()}
-    return _Found(entries, found, shapes, plain)
+    loaded = {id(tensors[name]) for short in shapes for name in names.get(short, ())}
+    return _Found(entries, found, shapes, names, loaded)
 
 
 def _generation_config(model: nn.Module, folder: Path) -> Any:
@@ -119,27 +121,26 @@ def _reset(model: nn.Module, adapters: list[nn.Module]) -> None:
                     layer.reset_lora_parameters(name, configs[name].init_lora_weights)  # type: ignore[operator]
 
 
-def _check(folder: Path, model: nn.Module, found: _Found, strict: bool) -> None:
+def _check(folder: Path, model: nn.Module, inner: nn.Module, found: _Found, strict: bool) -> None:
     """Raise for shapes that differ; if ``strict``, also for names that the model or the folder lacks."""
     tensors = saved_tensors(model)
     for short, shape in found.shapes.items():
-        for name in found.plain.get(short, ()):
+        for name in found.names.get(short, ()):
             if shape != tensors[name].shape:
                 raise ValueError(
                     f"{name} has the shape {tuple(tensors[name].shape)}, and in {folder} {tuple(shape)}. Build the "
                     "model from the folder's config.json."
                 )
-    there = {id(tensors[name]) for short in found.shapes for name in found.plain.get(short, ())}  # by any name
-    wanted = {name: tensors[name] for names in found.plain.values() for name in names}
+    wanted = {name: tensors[name] for names in found.names.values() for name in names}
     # Older folders may lack buffers that the model has now.
-    missing = [name for name, one in wanted.items() if isinstance(one, nn.Parameter) and id(one) not in there]
-    ignored = may_be_more(plain_model(model))
-    unexpected = [short for short in found.shapes if short not in found.plain and not ignored(short)]
+    missing = [name for name, one in wanted.items() if isinstance(one, nn.Parameter) and id(one) not in found.loaded]
+    ignored = may_be_more(inner)
+    unexpected = [short for short in found.shapes if short not in found.names and not ignored(short)]
     said = [f"it lacks {listed(missing)}"] if missing else []
     said += [f"it has {listed(unexpected)}, which the model has not"] if unexpected else []
     if strict and said:
         raise ValueError(
-            f"{folder} is not of a {original_class(plain_model(model)).__name__} like this: {', and '.join(said)}. "
+            f"{folder} is not of a {original_class(inner).__name__} like this: {', and '.join(said)}. "
             "Build the model from the folder's config.json; or pass strict=False: what is missing is left as it is, or "
             "initialized where it is on the meta device."
         )

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..api.adapters import BETWEEN, adapters_of, base_path, plain_model
+from ..api.adapters import plain_model
 from ..core.unit import original_class
 
 
@@ -45,19 +45,18 @@ class Source:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def as_built(model: nn.Module) -> nn.Module:
+def as_built(model: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """Return the model without wrappers and with its original classes: transformers finds mappings by class names.
 
     FSDPGPTNeoXForCausalLM(WRAPPED: FSDPGPTNeoXModel)     GPTNeoXForCausalLM(GPTNeoXModel), with the same parameters
+
+    ``made`` has the modules that were built already.
     """
-    return _as_built(model, {})
-
-
-def _as_built(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    module, made = plain_model(model), {} if made is None else made
     if module in made:
         return made[module]
     before = {name: child for name, child in module._modules.items() if child is not None}
-    children = {name: _as_built(plain_model(child), made) for name, child in before.items()}
+    children = {name: as_built(child, made) for name, child in before.items()}
     built, kind = module, original_class(module)
     of_sharded_class = kind is not type(module) and hasattr(module, "config")
     if of_sharded_class or any(child is not before[name] for name, child in children.items()):
@@ -66,20 +65,6 @@ def _as_built(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
         built.__dict__["_modules"] = {**module._modules, **children}
     made[module] = built
     return built
-
-
-def plain_names(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
-    """Map the base model's names of tensors to the model's own names; tensors of adapters are left out."""
-    prefix = base_path(model)
-    found: dict[str, list[str]] = {}
-    for name in names:
-        plain = name
-        if adapters_of(model):
-            if not plain.startswith(prefix) or any(part.startswith("lora_") for part in plain.split(".")):
-                continue
-            plain = BETWEEN.sub("", plain.removeprefix(prefix))
-        found.setdefault(plain, []).append(name)
-    return found
 
 
 def sources(model: nn.Module, expected: Collection[str], entries: Collection[str]) -> list[Source]:

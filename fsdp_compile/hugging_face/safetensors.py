@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -64,8 +64,7 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            self.entries = _entries(path, file.read(8), size, file.read)
+            self.entries = _entries(path, file)
             # torch asks for memory that it may write to, so this is copy-on-write: only pages written to are copied.
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -86,13 +85,14 @@ class File:
         return torch.frombuffer(self._bytes, dtype=entry.dtype, count=count, offset=entry.begin).view(entry.shape)
 
 
-def _entries(path: Path, length: bytes, size: int, read: Any) -> dict[str, Entry]:
+def _entries(path: Path, file: BinaryIO) -> dict[str, Entry]:
     """Parse a header, and check it against the size of its file."""
+    size, length = os.fstat(file.fileno()).st_size, file.read(8)
     num_bytes = int.from_bytes(length, "little")
     if len(length) < 8 or num_bytes > min(_MOST_BYTES, size - 8):
         raise ValueError(f"{path} is no safetensors file: its header would be longer than it.")
     try:
-        header = json.loads(read(num_bytes))
+        header = json.loads(file.read(num_bytes))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no safetensors file: its header is no JSON ({error}).") from error
     if not isinstance(header, dict):

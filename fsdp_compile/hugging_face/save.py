@@ -10,12 +10,14 @@ window of the stream that is on its way.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..api.adapters import adapters_of, plain_model
+from ..api.adapters import adapters_of
 from ..api.exchange import Slab, as_whole, cast_to, this_rank
 from ..api.fitting import from_all_ranks, raised_on_all
 from ..api.full_params import require_shards
@@ -55,6 +57,9 @@ class _Group:
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.entries.values())
 
 
+Files = dict[str, list[_Group]]  # what each file has, by the file's name
+
+
 @torch.no_grad()
 def save_pretrained(
     model: nn.Module,
@@ -70,30 +75,30 @@ def save_pretrained(
     every rank must call this and see the folder. Its former content loads until all files are written. Then the files
     replace it, and a reader in between finds nothing that loads.
     """
-    path, inner = Path(folder), as_built(plain_model(model))
+    path, inner = Path(folder), as_built(model)
     with raised_on_all("save_pretrained"):
         _refuse_adapters(model, inner)
         require_shards(units_in(model), "save weights")
         tensors = _to_save(model)
-        files = _split(_groups(inner, tensors, dtype), bytes_of("max_shard_size", max_shard_size))
-    _require_one_model([group.entries for members in files for group in members])
+        split = _split(_groups(inner, tensors, dtype), bytes_of("max_shard_size", max_shard_size))
+    _require_one_model([group.entries for groups in split for group in groups])
     with raised_on_all("save_pretrained"):
         if this_rank() == 0:
             path.mkdir(parents=True, exist_ok=True)
-    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    names = [_SINGLE] if len(files) == 1 else names
+    names = [f"model-{number:05}-of-{len(split):05}.safetensors" for number in range(1, len(split) + 1)]
+    files = dict(zip([_SINGLE] if len(split) == 1 else names, split))
     wholes = [
         as_whole([name], tensors[name], dtype, number % _world())
-        for number, groups in enumerate(files)
+        for number, groups in enumerate(split)
         for group in groups
         for name in group.members
     ]
     most = min(_STREAM_BYTES, 2 * max(one.num_bytes for one in wholes))
     with raised_on_all("save_pretrained"):
-        _write(path, inner, names, files, stream_wholes(wholes, Ranks.of(model, "save_pretrained"), most))
+        _write(path, inner, files, stream_wholes(wholes, Ranks.of(model, "save_pretrained"), most))
     with raised_on_all("save_pretrained"):
         if this_rank() == 0:
-            _put_in_place(path, inner, names, files)
+            _put_in_place(path, inner, files)
 
 
 def _refuse_adapters(model: nn.Module, inner: nn.Module) -> None:
@@ -114,66 +119,57 @@ def _require_one_model(entries: list[Sizes]) -> None:
             )
 
 
-def _write(
-    path: Path,
-    model: nn.Module,
-    names: Sequence[str],
-    files: Sequence[Sequence[_Group]],
-    stream: Iterator[tuple[Slab, Tensor | None]],
-) -> None:
+def _write(path: Path, model: nn.Module, files: Files, stream: Iterator[tuple[Slab, Tensor | None]]) -> None:
     """Write the files of this rank as their tensors come; raise after the last one, since all ranks read the stream."""
     failed: Exception | None = None
-    for number, groups in enumerate(files):
-        writer: Writer | None = None
+    for number, (file, groups) in enumerate(files.items()):
+        coming = _as_they_come(groups, stream)
         try:
             if number % _world() == this_rank() and failed is None:
                 announced = {name: said for one in groups for name, said in one.entries.items()}
-                writer = Writer(path / f"{names[number]}.partial", announced)
-        except OSError as error:
+                with contextlib.closing(Writer(path / f"{file}.partial", announced)) as writer:
+                    for group, wholes in coming:
+                        made = as_saved(model, wholes)
+                        for name in group.entries:
+                            writer.write(made[name])
+                        del made, wholes  # before the next ones are made
+        except Exception as error:
             failed = error
-        for group in groups:
-            wholes = dict(zip(group.members, (whole for _, whole in itertools.islice(stream, len(group.members)))))
-            try:
-                if writer is not None and failed is None:
-                    made = as_saved(model, wholes)  # type: ignore[arg-type]
-                    for name in group.entries:
-                        writer.write(made[name])
-                    del made
-            except Exception as error:
-                failed = error
-            del wholes  # before the next ones are made
-        try:
-            if writer is not None:
-                writer.close()
-        except OSError as error:
-            failed = failed or error
+        deque(coming, maxlen=0)  # the tensors of other ranks' files, and those behind an error
     next(stream, None)  # all ranks have read it
     if failed is not None:
         raise failed
 
 
-def _put_in_place(path: Path, model: nn.Module, names: Sequence[str], files: Sequence[Sequence[_Group]]) -> None:
+def _as_they_come(
+    groups: Sequence[_Group], stream: Iterator[tuple[Slab, Tensor | None]]
+) -> Iterator[tuple[_Group, dict[str, Any]]]:
+    for group in groups:
+        yield group, dict(zip(group.members, (whole for _, whole in itertools.islice(stream, len(group.members)))))
+
+
+def _put_in_place(path: Path, model: nn.Module, files: Files) -> None:
     """Rename the files to their final names; the index, or the only file, comes last."""
-    for before in (_INDEX, *([_SINGLE] if len(names) > 1 else [])):
+    for before in (_INDEX, *([_SINGLE] if len(files) > 1 else [])):
         (path / before).unlink(missing_ok=True)
     _write_configuration(model, path, files)
-    for name in names:
-        os.replace(path / f"{name}.partial", path / name)
+    for file in files:
+        os.replace(path / f"{file}.partial", path / file)
     for old in path.iterdir():
-        if _WRITTEN.fullmatch(old.name) and old.name not in names:
+        if _WRITTEN.fullmatch(old.name) and old.name not in files:
             old.unlink()
-    if len(names) == 1:
+    if len(files) == 1:
         return
-    weight_map = {name: names[number] for number, groups in enumerate(files) for one in groups for name in one.entries}
-    total = sum(one.num_bytes for groups in files for one in groups)
+    weight_map = {name: file for file, groups in files.items() for one in groups for name in one.entries}
+    total = sum(one.num_bytes for groups in files.values() for one in groups)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     partial = path / f"{_INDEX}.partial"
     partial.write_text(json.dumps(index, indent=2) + "\n")
     os.replace(partial, path / _INDEX)
 
 
-def _write_configuration(model: nn.Module, path: Path, files: Sequence[Sequence[_Group]]) -> None:
-    dtypes = [dtype for groups in files for one in groups for dtype, _ in one.entries.values()]
+def _write_configuration(model: nn.Module, path: Path, files: Files) -> None:
+    dtypes = [dtype for groups in files.values() for one in groups for dtype, _ in one.entries.values()]
     saved_as = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
     for name in ("config", "generation_config"):
         config: Any = copy.deepcopy(getattr(model, name, None))

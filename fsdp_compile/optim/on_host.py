@@ -57,7 +57,7 @@ class StatesOnHost(UpdatingOptimizer):
         _require_class(optimizer_class)
         self._make, self._settings = optimizer_class, settings
         self._keep = 0 if keep == 0 else bytes_of("keep", keep)
-        self._chosen: Callable[[], int | None] = _nothing
+        self._chosen: Callable[[], int | None] | None = None
         self._away: set[Tensor] = set()  # parameters whose states are on the host
         self._inner = optimizer_class(params, **settings)
         super().__init__(self._inner.param_groups, self._inner.defaults)
@@ -67,7 +67,7 @@ class StatesOnHost(UpdatingOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_make" in state:  # a copy
-            self._chosen = _nothing
+            self._chosen = None
             groups = [{**group_settings(group), "params": group["params"]} for group in self.param_groups]
             self._inner = self._make(groups, **self._settings)
 
@@ -107,7 +107,7 @@ class StatesOnHost(UpdatingOptimizer):
     def _update(self) -> None:
         buckets = [*self._buckets(), (0, [])]
         after = [group_settings(group) for group in self.param_groups]
-        chosen = self._chosen()
+        chosen = None if self._chosen is None else self._chosen()
         room = self._keep if chosen is None else chosen
         coming: list[Tensor] = []  # copies that nothing has waited for
         leaving: list[Tensor] = []
@@ -286,10 +286,6 @@ def _require_class(optimizer_class: Any) -> None:
             f"{optimizer_class.__name__} evaluates the model in its step, with all parameters, and StatesOnHost has it "
             "update a few at a time. Use it alone."
         )
-
-
-def _nothing() -> None:
-    """Choose nothing, as where there is no budget."""
 
 
 def _is_offloaded(param: Tensor) -> bool:
