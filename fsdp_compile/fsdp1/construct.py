@@ -39,7 +39,7 @@ from ..core.containers import cast_floating, tensors_in
 from ..core.left import hand_over
 from ..core.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from ..core.unit import Unit, unit_of
-from .helpers import known_to_helpers
+from .helpers import Either, state_of_wrapper
 from .policies import modules_to_wrap, wrap_children
 from .prepare import (
     ask_for_gradients_in,
@@ -144,7 +144,7 @@ class Constructed(Wrapper):
             one._settle_casts()
         self._settle_precision()
         has_clean_state_dicts(self)
-        known_to_helpers()
+        fsdp1.tell_checkpoint_helpers(Either, state_of_wrapper)
         if not _IS_WRAPPING.get():
             hand_over()
 
