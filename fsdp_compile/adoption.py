@@ -26,7 +26,6 @@ from .api.fully_shard import fully_shard, replicate
 from .api.module import share_comm_ctx
 from .api.unit_forward import register_fsdp_forward_method
 from .fsdp1.grad_scaler import ShardedGradScaler
-from .fsdp1.helpers import state_of_wrapper
 from .fsdp1.wrapper import FullyShardedDataParallel
 
 _PACKAGE = __name__.partition(".")[0]
@@ -103,7 +102,6 @@ def adopt() -> Adoption:
         pairs += [
             (torch_fsdp1.TORCH_FSDP, FullyShardedDataParallel),
             (torch_fsdp1.TORCH_GRAD_SCALER, ShardedGradScaler),
-            (torch_fsdp1.TORCH_STATE_OF_WRAPPER, state_of_wrapper),
         ]
     ours = {id(theirs): (theirs, mine) for theirs, mine in pairs}
     bindings = [

@@ -124,18 +124,10 @@ def quick_attributes() -> contextlib.AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-# The hooks on a parameter itself: (tensor hooks, post-accumulate hooks), empty or None without any (2.11 to 2.15).
-hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def tensor_hooks(param: torch.Tensor) -> Any:
-    """Return the tensor hooks by key; empty or None without any (``_backward_hooks``: 2.11 to 2.15)."""
-    return param._backward_hooks
-
-
-def post_accumulate_grad_hooks(param: torch.Tensor) -> Any:
-    """Return the post-accumulate hooks by key, or None (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
-    return param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+# The hooks on a parameter itself, by key; empty or None without any: 2.11 to 2.15.
+tensor_hooks = operator.attrgetter("_backward_hooks")
+post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # both
 
 
 @contextlib.contextmanager

@@ -73,19 +73,15 @@ def changed_while_traced(value: object) -> bool:
     """Whether code that Dynamo is tracing has written to a dict, list or the like, which is itself unchanged so far.
 
     Inside ``torch.func.functional_call`` Dynamo does not count writes to the parameters of the module itself, so they
-    are taken to be changed. ``InstructionTranslator.current_tx``, ``SideEffects.id_to_variable``, ``is_modified`` and
-    ``ignore_mutation_on_these_variables``: 2.11 to 2.15.
+    are taken to be changed. ``SideEffects.id_to_variable``, ``is_modified`` and ``ignore_mutation_on_these_variables``:
+    2.11 to 2.15.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        side_effects = InstructionTranslator.current_tx().output.side_effects
-    except AttributeError:  # Dynamo runs the code to see what comes out, as it does with nn.LSTM
-        return False
-    variable = side_effects.id_to_variable.get(id(value))
+    output = output_being_traced()
+    variable = None if output is None else output.side_effects.id_to_variable.get(id(value))
     if variable is None:
         return False
-    return side_effects.is_modified(variable) or variable in side_effects.ignore_mutation_on_these_variables
+    effects = output.side_effects
+    return effects.is_modified(variable) or variable in effects.ignore_mutation_on_these_variables
 
 
 # Ops of torch.ops.higher_order whose body may run any number of times on a rank, or is compiled as a graph of its own;
@@ -102,7 +98,7 @@ def output_being_traced() -> Any:
 
     try:
         return InstructionTranslator.current_tx().output
-    except AttributeError:
+    except AttributeError:  # also where Dynamo runs the code to see what comes out, as it does with nn.LSTM
         return None
 
 

@@ -13,20 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # Torch's objects as they were when this package was imported: when they are used, the names may be ours (adopt).
 TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard
-
-
 TORCH_REPLICATE: Any = torch_replicate  # of _composable.replicate_with_fsdp: 2.11 to 2.15
-
-
 TORCH_REGISTER_FORWARD_METHOD: Any = torch_fsdp.register_fsdp_forward_method
-
-
 TORCH_SHARE_COMM_CTX: Any = torch_fsdp.share_comm_ctx
-
-
 TORCH_FSDP_MODULE: type = torch_fsdp.FSDPModule
-
-
 UNSHARD_HANDLE: type = torch_fsdp.UnshardHandle
 
 
@@ -47,19 +37,14 @@ def register_fsdp2_state(module: nn.Module, view: object) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
-def fsdp2_state(module: nn.Module) -> Any:
-    """Return what ``torch.distributed.fsdp.fully_shard.state(module)`` returns; None for modules that are no unit."""
-    return module.__dict__.get(STATE_KEY, {}).get(TORCH_FULLY_SHARD.__wrapped__)
+# The state of a module; None for modules that are no unit, and for ``replicate`` also for those that are sharded.
+fsdp2_state: Any = TORCH_FULLY_SHARD.state
+replicate_state: Any = TORCH_REPLICATE.state
 
 
 def register_replicate_state(module: nn.Module) -> None:
     """Put what ``register_fsdp2_state`` registered where FSDP2's ``replicate.state(module)`` looks, too."""
     module.__dict__[STATE_KEY][TORCH_REPLICATE.__wrapped__] = fsdp2_state(module)
-
-
-def replicate_state(module: nn.Module) -> Any:
-    """Return what FSDP2's ``replicate.state(module)`` returns; None for modules that are not replicated."""
-    return module.__dict__.get(STATE_KEY, {}).get(TORCH_REPLICATE.__wrapped__)
 
 
 def composed_by(module: nn.Module) -> frozenset[str]:

@@ -96,14 +96,14 @@ def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
 
 
 class _SwitchesOff:
-    """Turns off switches of one of torch's settings modules; uses may overlap, on one thread or several, in any order.
+    """Turns off switches in torch's settings modules; uses may overlap, on one thread or several, in any order.
 
     It does so as if the environment forced them off. That goes before what a thread sets, which others may not see, and
     before what the environment says (TORCHINDUCTOR_FX_GRAPH_CACHE=1). ``_config``, ``env_value_force``: 2.11 to 2.15.
     """
 
-    def __init__(self, config: Any, *names: str) -> None:
-        self._entries = [config._config[name] for name in names]
+    def __init__(self, *switches: tuple[Any, str]) -> None:
+        self._entries = [config._config[name] for config, name in switches]
         self._lock = threading.Lock()
         self._num_uses = 0
         self._forced: list[Any] = []
@@ -127,17 +127,13 @@ class _SwitchesOff:
                         entry.env_value_force = forced
 
 
-_graph_caches = _SwitchesOff(inductor_config, "fx_graph_cache", "fx_graph_remote_cache")
-
-
-_autograd_caches = _SwitchesOff(functorch_config, "enable_autograd_cache", "enable_remote_autograd_cache")
-
-
-@contextlib.contextmanager
-def no_compile_caches() -> Iterator[None]:
-    """Compile graphs even where a cache holds them; compiled kernels are still found in theirs (2.11 to 2.15)."""
-    with _graph_caches.off(), _autograd_caches.off():
-        yield
+# A block that compiles graphs even where a cache holds them; compiled kernels are still found in theirs.
+no_compile_caches = _SwitchesOff(
+    (inductor_config, "fx_graph_cache"),
+    (inductor_config, "fx_graph_remote_cache"),
+    (functorch_config, "enable_autograd_cache"),
+    (functorch_config, "enable_remote_autograd_cache"),
+).off
 
 
 def size_when_compiled(size: int | torch.SymInt) -> int:

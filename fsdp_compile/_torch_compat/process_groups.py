@@ -14,11 +14,7 @@ from typing import Any
 import torch
 
 from ..passes._torch_compat import group_ranks as group_ranks
-
-
-def process_group(name: str) -> torch.distributed.ProcessGroup:
-    """Return the process group called ``name`` (``_resolve_process_group``: 2.11 to 2.15)."""
-    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+from ..passes._torch_compat import process_group as process_group
 
 
 def twin_group(name: str) -> str:

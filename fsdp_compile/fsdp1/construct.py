@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from .._torch_compat import dynamo, fsdp1
+from .._torch_compat import fsdp1
 from ..api.arguments import modules_in, require_dtypes
 from ..api.classes import refresh
 from ..api.fully_shard import make_unit, replicate
@@ -39,7 +39,7 @@ from ..core.containers import cast_floating, tensors_in
 from ..core.left import hand_over
 from ..core.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from ..core.unit import Unit, unit_of
-from .helpers import known_to_helpers
+from .helpers import Either, state_of_wrapper
 from .policies import modules_to_wrap, wrap_children
 from .prepare import (
     ask_for_gradients_in,
@@ -48,10 +48,9 @@ from .prepare import (
     require_ties_inside,
     restore_buffers,
     send_from_first,
-    unsharded_params,
 )
 from .ranks import KEEPS_GATHERED, device_for, mesh_for
-from .region import WRAPPED, Wrapper, all_ignored, wrappers_in
+from .region import PARAMS, WRAPPED, Wrapper, all_ignored, region_of, region_tensors, wrappers_in
 from .state_dicts import default_settings, has_clean_state_dicts
 
 # True while a constructor makes the wrappers of its policy: only that constructor then warns and looks for optimizers.
@@ -85,7 +84,8 @@ class Constructed(Wrapper):
         super().__init__()
         _require_kinds(module, sharding_strategy, cpu_offload, mixed_precision, device_mesh)
         self._ignored = all_ignored(module, ignored_modules, ignored_states)
-        devices = {param.device for _, _, _, param in unsharded_params(module, self._ignored) if not param.is_meta}
+        held = region_tensors(module, self._ignored, PARAMS)
+        devices = {param.device for _, _, _, param in held if not param.is_meta}
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.compute_device = device_for(device_id, devices, device_mesh)
         self._device_mesh = mesh_for(
@@ -144,7 +144,7 @@ class Constructed(Wrapper):
             one._settle_casts()
         self._settle_precision()
         has_clean_state_dicts(self)
-        known_to_helpers()
+        fsdp1.tell_checkpoint_helpers(Either, state_of_wrapper)
         if not _IS_WRAPPING.get():
             hand_over()
 
@@ -315,18 +315,13 @@ class Constructed(Wrapper):
 
     @property
     def _unit(self) -> Unit | None:
-        """The unit of the wrapped module; None around a container that holds nothing but wrappers.
+        """The outermost unit in the wrapper's region; None around a container that holds nothing but wrappers.
 
-        Checkpointing and torch.compile may have wrapped that module before this wrapper was made, or after.
+        Checkpointing and torch.compile may have wrapped its module before this wrapper was made, or after, and the
+        unit of a container is that of its members.
         """
-        wrapped = self._fsdp_wrapped_module
-        while (unit := unit_of(wrapped)) is None:
-            inner = fsdp1.behind_checkpointing(dynamo.behind_compile(wrapped))
-            if inner is wrapped:
-                of_members = (unit_of(child) for child in wrapped.children()) if is_container(wrapped) else ()
-                return next((unit for unit in of_members if unit is not None), None)
-            wrapped = inner
-        return unit
+        found = (unit_of(one) for _, one in region_of(self._fsdp_wrapped_module))
+        return next((unit for unit in found if unit is not None), None)
 
     @property
     def _has_params(self) -> bool:

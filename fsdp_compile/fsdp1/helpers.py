@@ -42,8 +42,3 @@ def _class_in(model: nn.Module) -> Any:
 def state_of_wrapper(module: nn.Module) -> Any:
     """Return what the helpers use as a wrapped module's state: for ours, the wrapper itself, as in FSDP1."""
     return module if isinstance(module, Wrapper) else fsdp1.TORCH_STATE_OF_WRAPPER(module)
-
-
-def known_to_helpers() -> None:
-    """Make the helpers know our wrappers beside torch's; within ``adopt()`` they do already."""
-    fsdp1.tell_checkpoint_helpers(Either, state_of_wrapper)

@@ -26,6 +26,7 @@ from ..api.fitting import from_all_ranks
 from ..core.containers import map_tensors, tensors_in
 from ..core.param import ShardedParam
 from ..core.unit import units_in
+from ..passes.ir.module_paths import plain_name
 from .region import clean
 from .state_dicts import loaded_as, rank0_only, saved_as
 
@@ -136,7 +137,8 @@ class _OptimNames:
             current.setdefault(param, name)
         self.of_param = {param: _name(name) for param, name in current.items()}
         self.current = {_name(name): name for name in current.values()}  # the names with wrappers
-        self._by_any_name = {_uncompiled(_name(name)): self.of_param[param] for name, param in named}
+        # torch's helpers leave the wrappers of torch.compile in some names, and take them out of others.
+        self._by_any_name = {plain_name(name): self.of_param[param] for name, param in named}
         sharded = {one.param: one for unit in units_in(model) for one in unit.params}
         self.sharded = {name: sharded[param] for param, name in self.of_param.items() if param in sharded}
         ours = [param for group in optim.param_groups for param in group["params"]]
@@ -150,7 +152,7 @@ class _OptimNames:
 
     def of_name(self, key: Any) -> Any:
         """Return the parameter's name for a name that may have wrappers in it; the key, if it is no parameter's."""
-        return self._by_any_name.get(_uncompiled(_name(key)), key) if isinstance(key, str) else key
+        return self._by_any_name.get(plain_name(key), key) if isinstance(key, str) else key
 
 
 def _require_own(foreign: list[tuple[int, ...]]) -> None:
@@ -242,13 +244,8 @@ def _groups_to_load(names: _OptimNames, optim: Any, given: list[Any], keys: dict
 
 
 def _name(name: str) -> str:
-    """Return the name of a parameter in the plain model, without wrappers."""
+    """Return the name that a parameter has in the model's state dict: without wrappers but torch.compile's."""
     return fsdp1.without_checkpointing(clean(name))
-
-
-def _uncompiled(name: str) -> str:
-    """Return a name without torch.compile's wrappers, which torch's helpers put into some names and not into others."""
-    return name.replace("_orig_mod.", "")
 
 
 def _from_first(given: OptimState, group: dist.ProcessGroup | None) -> OptimState:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,29 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_compat import autograd
 from ..api.exchange import send_values
-from ..core.param import READS
-from .region import Ignored, region_of, region_tensors
-
-
-def unsharded_params(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Yield the parameters of a region that are neither ignored nor sharded: (path, module, name, parameter)."""
-    for path, one, name, param in region_tensors(module, ignored.modules, buffers=False):
-        if param not in ignored.params and name not in one.__dict__.get(READS, {}):
-            yield path, one, name, param
+from .region import BUFFERS, PARAMS, Ignored, region_of, region_tensors
 
 
 def fill_meta(module: nn.Module, ignored: Ignored, device: torch.device, init_fn: Any) -> None:
     """Give meta tensors memory and values, by ``init_fn`` or by each module's ``reset_parameters``."""
-    on_meta = [tensor for _, _, _, tensor in unsharded_params(module, ignored) if tensor.is_meta]
-    on_meta += [one for _, _, _, one in region_tensors(module, ignored.modules, params=False) if one.is_meta]
-    if not on_meta:
+    if not any(tensor.is_meta for _, _, _, tensor in region_tensors(module, ignored, PARAMS, BUFFERS)):
         return
     if init_fn is not None and not callable(init_fn):
         raise ValueError(
             f"Expected param_init_fn to be callable but got {type(init_fn).__name__}. Pass a function of a module."
         )
     places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
-    for _, one, name, param in unsharded_params(module, ignored):
+    for _, one, name, param in region_tensors(module, ignored, PARAMS):
         places.setdefault(param, []).append((one, name))
     for one, path in {one: path for path, one in region_of(module, ignored.modules)}.items():
         _materialize_one(one, path, device, init_fn)
@@ -85,9 +75,7 @@ def _materialize_one(
 
 def send_from_first(module: nn.Module, ignored: Ignored, mesh: DeviceMesh) -> None:
     """Broadcast the parameters and buffers of rank 0 to all ranks of the mesh, in place."""
-    tensors = [param for _, _, _, param in unsharded_params(module, ignored)]
-    tensors += [buffer for _, _, _, buffer in region_tensors(module, ignored.modules, params=False)]
-    for tensor in dict.fromkeys(tensors):
+    for tensor in dict.fromkeys(tensor for _, _, _, tensor in region_tensors(module, ignored, PARAMS, BUFFERS)):
         for dim in range(mesh.ndim):  # over replicas first, so that the first rank of each row has it
             send_values(tensor, 0, mesh.get_group(dim))
 
@@ -95,7 +83,7 @@ def send_from_first(module: nn.Module, ignored: Ignored, mesh: DeviceMesh) -> No
 def cast_region_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Cast the region's floating-point buffers; return their former dtypes by path, in which they are saved."""
     had = {}
-    for path, one, name, buffer in list(region_tensors(module, ignored.modules, params=False)):
+    for path, one, name, buffer in list(region_tensors(module, ignored, BUFFERS)):
         if buffer.is_floating_point() and buffer.dtype != dtype:
             had[path] = buffer.dtype
             one._buffers[name] = buffer.to(dtype)
@@ -104,12 +92,12 @@ def cast_region_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype)
 
 def restore_buffers(module: nn.Module, ignored: Ignored, dtypes: dict[str, torch.dtype]) -> None:
     """Cast the region's buffers back to the dtypes that they had, given by path."""
-    for path, one, name, buffer in list(region_tensors(module, ignored.modules, params=False)):
+    for path, one, name, buffer in list(region_tensors(module, ignored, BUFFERS)):
         one._buffers[name] = buffer.to(dtypes.get(path, buffer.dtype))
 
 
 def ask_for_gradients_in(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> None:
     """Make ``dtype`` the ``grad_dtype`` of the region's parameters, and so of the shards made from them."""
-    for _, _, _, param in unsharded_params(module, ignored):
+    for _, _, _, param in region_tensors(module, ignored, PARAMS):
         if param.is_floating_point():
             autograd.restore_grad_dtype(param, dtype)

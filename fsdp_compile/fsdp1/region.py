@@ -17,12 +17,14 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from ..core.param import READS
 from ..core.unit import WRAPPED as WRAPPED
 from ..core.unit import unit_of
 
 PREFIX = f"{WRAPPED}."
+PARAMS, BUFFERS = "_parameters", "_buffers"  # the dicts of a module
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,14 @@ def wrappers_in(module: nn.Module) -> list[Any]:
     return [one for one in module.modules() if isinstance(one, Wrapper)]
 
 
-def region_tensors(
-    module: nn.Module, left_out: Collection[nn.Module], params: bool = True, buffers: bool = True
-) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield the parameters and buffers of a region: (path in it, module, name, tensor)."""
-    for path, one in region_of(module, left_out):
-        held: list[dict[str, Any]] = [one._parameters] * params + [one._buffers] * buffers
-        for name, tensor in ((name, tensor) for some in held for name, tensor in some.items()):
-            if tensor is not None:
-                yield (f"{path}.{name}" if path else name), one, name, tensor
+def region_tensors(module: nn.Module, ignored: Ignored, *kinds: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield what is neither ignored nor sharded of a region's PARAMS or BUFFERS: (path in it, module, name, tensor)."""
+    for path, one in region_of(module, ignored.modules):
+        sharded = one.__dict__.get(READS, {})
+        for kind in kinds:
+            for name, tensor in getattr(one, kind).items():
+                if tensor is not None and tensor not in ignored.params and name not in sharded:
+                    yield (f"{path}.{name}" if path else name), one, name, tensor
 
 
 def all_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:

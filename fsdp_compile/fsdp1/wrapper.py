@@ -84,7 +84,7 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` on every module, inner ones first, with full parameters in it, and keep what ``fn`` writes."""
         self._require_idle("apply a function")
-        with self._summoned([self], writeback=True):
+        with self.summon_full_params(self, recurse=False):
             super().apply(fn)  # which calls this method of inner wrappers
         return self
 
@@ -126,19 +126,6 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
                 "Pass rank0_only=True, writeback=False.",
                 stacklevel=3,
             )
-        context = FullyShardedDataParallel._summoned(wrappers, writeback, rank0_only, offload_to_cpu, with_grads)
-        with context:
-            yield
-
-    @staticmethod
-    @contextmanager
-    def _summoned(
-        wrappers: list[FullyShardedDataParallel],
-        writeback: bool,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Iterator[None]:
         units = [one._unit for one in wrappers if one._unit is not None]
         try:
             require_idle(units, "manually unshard parameters")

@@ -130,10 +130,14 @@ def root_of(graph: torch.fx.Graph) -> torch.fx.Node:
     return graph._root
 
 
+def process_group(name: str) -> torch.distributed.ProcessGroup:
+    """Return the process group called ``name`` (``_resolve_process_group``: 2.11 to 2.15)."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def group_ranks(name: str) -> tuple[int, ...]:
-    """Return the global ranks of the process group called ``name`` (``_resolve_process_group``: 2.11 to 2.15)."""
-    group = torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    return tuple(torch.distributed.get_process_group_ranks(group))
+    """Return the global ranks of the process group called ``name``."""
+    return tuple(torch.distributed.get_process_group_ranks(process_group(name)))
 
 
 def counter_of(name: str) -> Callable[[], int]:
@@ -142,7 +146,7 @@ def counter_of(name: str) -> Callable[[], int]:
     The function does not keep the group alive. ``ProcessGroup._get_sequence_number_for_group``: 2.11 to 2.15. For
     backends without such a number it always returns 0.
     """
-    group = weakref.ref(torch.distributed.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
+    group = weakref.ref(process_group(name))
 
     def count() -> int:
         there = group()
@@ -192,9 +196,9 @@ def reduce_at_once(outs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], 
 def _that_starts_many(name: str, device: torch.device) -> torch.distributed.ProcessGroup | None:
     """Return the group called ``name``; None unless it is NCCL's: gloo has the methods, and corrupts the heap.
 
-    ``_resolve_process_group``, ``_get_backend``: 2.11 to 2.15.
+    ``_get_backend``: 2.11 to 2.15.
     """
-    group: Any = torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    group: Any = process_group(name)
     return group if group._get_backend(device).name() == "nccl" else None
 
 
@@ -272,25 +276,28 @@ def has_custom_partitioner() -> bool:
 def written_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Return the inputs of a joint graph that its forward writes to, in the graph or in AOTAutograd's code after it.
 
-    ``meta["desc"]`` of inputs and of the output, ``InputMutationAOTOutput.mutated_input``: 2.11 to 2.15.
+    ``InputMutationAOTOutput.mutated_input``: 2.11 to 2.15.
     """
-    inputs = graph.find_nodes(op="placeholder")
-    behind = {getattr(result, "mutated_input", None) for result in graph.output_node().meta.get("desc") or ()} - {None}
     copy = torch.ops.aten.copy_.default
-    return {
+    return _inputs_of_results(graph, "mutated_input") | {
         node
-        for node in inputs
-        if node.meta.get("desc") in behind or any(user.target is copy and user.args[0] is node for user in node.users)
+        for node in graph.find_nodes(op="placeholder")
+        if any(user.target is copy and user.args[0] is node for user in node.users)
     }
 
 
 def inputs_with_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Return the inputs of a joint graph whose gradients it returns.
+    """Return the inputs of a joint graph whose gradients it returns (``GradAOTOutput.grad_of``: 2.11 to 2.15)."""
+    return _inputs_of_results(graph, "grad_of")
 
-    ``meta["desc"]`` of inputs and of the output, ``GradAOTOutput.grad_of``: 2.11 to 2.15.
+
+def _inputs_of_results(graph: torch.fx.Graph, relation: str) -> set[torch.fx.Node]:
+    """Return the inputs of a joint graph that AOTAutograd's descriptions of its results name under ``relation``.
+
+    ``meta["desc"]`` of inputs and of the output: 2.11 to 2.15.
     """
-    descriptions = {getattr(one, "grad_of", None) for one in graph.output_node().meta.get("desc") or ()} - {None}
-    return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in descriptions}
+    described = {getattr(result, relation, None) for result in graph.output_node().meta.get("desc") or ()} - {None}
+    return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in described}
 
 
 def is_of_backward(node: torch.fx.Node) -> bool:

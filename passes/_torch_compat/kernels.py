@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,17 @@ def lower_as_dependency(op: torch._ops.OpOverload) -> None:
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 
+def _lower(op: torch._ops.OpOverload, lowering: Callable[..., Any]) -> None:
+    """Have Inductor lower ``op`` by ``lowering``, with its inputs in the strides and dtypes that the graph has.
+
+    ``lowering.register_lowering``, and ``add_layout_constraint`` with ``constrain_to_fx_strides``: 2.11 to 2.15.
+    """
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+    add_layout_constraint(op, constrain_to_fx_strides)
+    register_lowering(op, type_promotion_kind=None)(lowering)
+
+
 @functools.cache
 def lower_as_collective(op: torch._ops.OpOverload, may_outlive: bool = False) -> None:
     """Have Inductor generate a call of ``op(input, ...)`` -> new tensor, by the rules of its own collectives.
@@ -42,11 +53,9 @@ def lower_as_collective(op: torch._ops.OpOverload, may_outlive: bool = False) ->
     ``may_outlive`` says that others may hold the result: the graph drops it after its last use, but neither writes into
     it nor uses its memory for something else. Inductor treats a tensor so that may be a view of another one; the name
     of that other one is ours alone, so that nothing depends on it.
-    ``lowering.register_lowering`` and ``add_layout_constraint`` with ``constrain_to_fx_strides``,
     ``ir._CollectiveKernel.create_out_of_place``, ``get_inputs_that_alias_output``, ``ir.TensorBox``: 2.11 to 2.15.
     """
     from torch._inductor import ir
-    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
 
     class Shared(ir._CollectiveKernel):
         def get_inputs_that_alias_output(self) -> Sequence[str]:
@@ -59,8 +68,7 @@ def lower_as_collective(op: torch._ops.OpOverload, may_outlive: bool = False) ->
         assert isinstance(launched, ir.IRNode)
         return ir.TensorBox.create(launched)
 
-    add_layout_constraint(op, constrain_to_fx_strides)
-    register_lowering(op)(lowering)
+    _lower(op, lowering)
 
 
 @functools.cache
@@ -68,11 +76,10 @@ def lower_as_wait(op: torch._ops.OpOverload) -> None:
     """Have Inductor generate a call of ``op(launched)``, which returns its input, by the rules of ``wait_tensor``.
 
     All that the launch sent counts as read by the wait, so it is neither freed nor overwritten before. Inductor's own
-    wait reads only the first tensor. ``ir._WaitKernel.create_wait``, ``get_volatile_reads``, ``_CollectiveKernel``;
-    ``lowering.register_lowering`` and ``add_layout_constraint`` with ``constrain_to_fx_strides``: 2.11 to 2.15.
+    wait reads only the first tensor. ``ir._WaitKernel.create_wait``, ``get_volatile_reads``, ``_CollectiveKernel``:
+    2.11 to 2.15.
     """
     from torch._inductor import ir
-    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
 
     class Wait(ir._WaitKernel):
         def get_volatile_reads(self) -> Sequence[Any]:
@@ -85,8 +92,7 @@ def lower_as_wait(op: torch._ops.OpOverload) -> None:
         Wait.create_wait(op, launched)
         return launched
 
-    add_layout_constraint(op, constrain_to_fx_strides)
-    register_lowering(op)(lowering)
+    _lower(op, lowering)
 
 
 @functools.cache
@@ -94,14 +100,9 @@ def lower_as_read_on(op: torch._ops.OpOverload) -> None:
     """Have Inductor generate a call of ``op(input, ...)``, and no more use of the input's memory, once that is freed.
 
     ``virtualized.V.graph.never_reuse_but_free_buffers``: 2.15. 2.11 has ``never_reuse_buffers``, which are not freed
-    before the graph ends. ``lowering.fallback_handler``, ``register_lowering``: 2.11 to 2.15.
+    before the graph ends. ``lowering.fallback_handler``: 2.11 to 2.15.
     """
-    from torch._inductor.lowering import (
-        add_layout_constraint,
-        constrain_to_fx_strides,
-        fallback_handler,
-        register_lowering,
-    )
+    from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
 
     call = fallback_handler(op, add_to_fallback_set=False)
@@ -112,8 +113,7 @@ def lower_as_read_on(op: torch._ops.OpOverload) -> None:
         kept.add(read.get_name())
         return call(read, *settings, **more)
 
-    add_layout_constraint(op, constrain_to_fx_strides)
-    register_lowering(op, type_promotion_kind=None)(lowering)
+    _lower(op, lowering)
 
 
 def leave_to_others(places: Collection[int]) -> None:
@@ -164,20 +164,11 @@ def may_be_in_place(node: torch.fx.Node) -> bool:
 
 @functools.cache
 def lower_as_call(op: torch._ops.OpOverload, called: torch._ops.OpOverload, **settings: Any) -> None:
-    """Have Inductor generate a call of ``called`` for each ``op``, with the inputs in the strides that the graph has.
-
-    ``lowering.register_lowering``, ``fallback_handler``, ``add_layout_constraint``: 2.11 to 2.15.
-    """
-    from torch._inductor.lowering import (
-        add_layout_constraint,
-        constrain_to_fx_strides,
-        fallback_handler,
-        register_lowering,
-    )
+    """Have Inductor generate a call of ``called`` for each ``op`` (``lowering.fallback_handler``: 2.11 to 2.15)."""
+    from torch._inductor.lowering import fallback_handler
 
     call = fallback_handler(called, add_to_fallback_set=False)
-    add_layout_constraint(op, constrain_to_fx_strides)
-    register_lowering(op, type_promotion_kind=None)(lambda *args: call(*args, **settings))
+    _lower(op, lambda *args: call(*args, **settings))
 
 
 @functools.cache
