@@ -83,12 +83,16 @@ class GraphRecord:
     num_unshards: int
     num_reduces: int
     passes: list[PassRecord] = field(default_factory=list)
-    graph: fx.Graph | None = None  # a copy after the last pass, only while an observer wants it
-    snapshots: list[fx.Graph] = field(default_factory=list)  # before the first pass and after each, likewise
+    snapshots: list[fx.Graph] = field(default_factory=list)  # before the first pass and after each, for an observer
     step: str = ""  # id of the plan of the step, in graphs that were cut
     decided_by: str = TOLD  # in a joint graph: what decided which parameters are kept
     profile: HardwareProfile | None = None  # the hardware profile that was given with a budget, if one was
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each process group, only while observed
+
+    @property
+    def graph(self) -> fx.Graph | None:
+        """A copy of the graph after the last pass, if an observer wanted it."""
+        return self.snapshots[-1] if self.snapshots else None
 
 
 @dataclass(frozen=True)
@@ -220,8 +224,9 @@ class PassManager(CustomGraphPass):
         ranks = {group: compat.group_ranks(group) for group in _all_groups(graph)} if watched else {}
         records = []
         snapshots = [copied(graph)] if watched else []
+        code = _code(graph) if watched else ""
         for one_pass in passes:
-            before = _code(graph) if watched else ""
+            before = code
             start = time.perf_counter()
             if plan is None and one_pass is chosen_slices:
                 settle_names(graph)
@@ -232,7 +237,8 @@ class PassManager(CustomGraphPass):
                 plan = self._plan_of_whole(graph)
             count = one_pass(graph, plan or Plan(stage))
             elapsed = time.perf_counter() - start
-            records.append(PassRecord(one_pass.__name__, count, elapsed, before, _code(graph) if watched else ""))
+            code = _code(graph) if watched else ""
+            records.append(PassRecord(one_pass.__name__, count, elapsed, before, code))
             if watched:
                 snapshots.append(copied(graph))
         graph.lint()
@@ -244,7 +250,6 @@ class PassManager(CustomGraphPass):
             plan,
             *counts,
             records,
-            snapshots[-1] if watched else None,
             snapshots,
             step="" if step is None else step.id,
             decided_by=GIVEN if asked & {*self._given} else TOLD if plan.choice is None else BUDGET,

@@ -227,10 +227,10 @@ def test_a_stream_that_a_rank_does_not_read_or_cannot_load_ends_on_all() -> None
     assert_same(joined(stream_full_params(ours)), theirs.state_dict())
 
 
-@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("is_large, foreach", [(False, False), (True, False), (True, True)])
 @on_two_ranks
-def test_streams_of_two_models_are_read_side_by_side_and_of_two_steps_not_at_all(is_large: bool) -> None:
-    """Also what was on its way when the step began does not come."""
+def test_streams_of_two_models_are_read_side_by_side_and_of_two_steps_not_at_all(is_large: bool, foreach: bool) -> None:
+    """Also what was on its way when the step began does not come, however the optimizer wrote to the shards."""
     rank, (theirs, ours), (others, other) = dist.get_rank(), varied(), varied()
     sums = {name: one + another for (name, one), (_, another) in zip(stream_full_params(ours), stream_full_params(other))}
     expected = others.state_dict()
@@ -243,7 +243,7 @@ def test_streams_of_two_models_are_read_side_by_side_and_of_two_steps_not_at_all
     if rank == 1:
         held.close()  # and does not wait
     for model in (theirs, ours):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
         model(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
         optimizer.step()
     assert_same(joined(stream_full_params(ours)), theirs.state_dict())

@@ -64,7 +64,7 @@ class Namer:
         text, addresses = called.text, called.addresses
 
         def make() -> dict[str, list[ChainLink]]:
-            owners = {first.unit: self.at(address) for (_, first), address in zip(text.firsts, addresses)}
+            owners = {unit: self.at(address) for unit, address in zip(text.units, addresses)}
             source = f"{text.stage} graph of {len(text.launches)}"
             found: dict[str, list[ChainLink]] = {group: [] for group in text.groups}
             for one in text.launches:

@@ -183,7 +183,7 @@ class _Models:
 
     def of_call(self, called: Called, namer: Namer) -> list[str]:
         """Return the model of each launch. A unit that is only reduced has no shard, so it gets the only model."""
-        units = [one.unit for _, one in called.text.firsts]
+        units = called.text.units
         known = {unit: self.at(address, namer) for unit, address in zip(units, called.addresses)}
         models = set(known.values())
         only = models.pop() if len(models) == 1 else ""

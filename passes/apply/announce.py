@@ -17,7 +17,7 @@ from ..ir.meta import ROLE, STEP, Role
 from ..ir.nodes import emit
 from ..ir.plan import Plan
 from ..wire.collectives import KIND_OF, all_gather_members, gather_members_once, is_launch
-from ..wire.ledger import GraphText, ListedLaunch, Member, begin
+from ..wire.ledger import GraphText, ListedLaunch, begin
 from ..wire.lower import gather_offloaded
 from ..wire.packing import pack
 
@@ -28,24 +28,23 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
     inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
     if not launches or not inputs:
         return 0
-    shards: dict[str, tuple[fx.Node, str, Member]] = {}  # one of each unit, with its name
+    shards: dict[str, fx.Node] = {}  # one of each unit
     owners = {owner for launch in launches for owner in arguments_of(launch).get("owners", ())}
     for launch in launches:
         role: Role = launch.meta[ROLE]
         for place in role.shown if role.kind == "gather" else ():
-            shard, shown = _input_behind(launch, place), role.members[place]
-            known = shards.get(shown.unit)
-            if shard is not None and (known is None or (shard in owners and known[0] not in owners)):
-                shards[shown.unit] = shard, plan.gathers[role.bucket].fqns[place], shown
+            shard, unit = _input_behind(launch, place), role.members[place].unit
+            if shard is not None and (unit not in shards or (shard in owners and shards[unit] not in owners)):
+                shards[unit] = shard
     text = GraphText(
         plan.stage,
         launches[0].meta[ROLE].step,
-        tuple((name, member) for _, name, member in shards.values()),
+        tuple(shards),
         tuple(_as_text(launch, plan) for launch in launches),
         launches[0].meta.get(STEP, plan).packed(),
     )
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        emit(graph, begin, [shard for shard, *_ in shards.values()] or inputs[:1], text.dumps())
+        emit(graph, begin, [*shards.values()] or inputs[:1], text.dumps())
     return len(launches)
 
 

@@ -95,8 +95,7 @@ class GraphText:
 
     stage: str
     step: str  # the id of the plan of the step
-    # The parameters whose shards ``begin`` is given, one for each unit that is gathered, each with its name.
-    firsts: tuple[tuple[str, Member], ...]
+    units: tuple[str, ...]  # those that are gathered; ``begin`` is given a shard of each
     launches: tuple[ListedLaunch, ...]
     plan: str = ""  # the packed plan of the step, or of a graph that was planned for itself
 
@@ -105,15 +104,14 @@ class GraphText:
         return tuple(dict.fromkeys(launch.group for launch in self.launches))
 
     def dumps(self) -> str:
-        rows = [self.stage, self.step, self.firsts, self.launches, self.plan]
+        rows = [self.stage, self.step, self.units, self.launches, self.plan]
         said = json.dumps(rows, separators=(",", ":"))
         return hashlib.sha256(said.encode()).hexdigest()[:_DIGEST] + said
 
     @classmethod
     def loads(cls, text: str) -> GraphText:
-        stage, step, firsts, rows, plan = json.loads(text[_DIGEST:])
-        named = tuple((name, Member(*one)) for name, one in firsts)
-        return cls(stage, step, named, _launches(rows), plan)
+        stage, step, units, rows, plan = json.loads(text[_DIGEST:])
+        return cls(stage, step, tuple(units), _launches(rows), plan)
 
 
 def _launches(rows: Iterable[Any]) -> tuple[ListedLaunch, ...]:
@@ -130,7 +128,7 @@ class _Text:
         self.read = read
         self._counters: tuple[Callable[[], int], ...] | None = None
         # The buckets that may be here already, by the place of their launch: key, and places of their units' shards.
-        place_of = {member.unit: place for place, (_, member) in enumerate(read.firsts)}
+        place_of = {unit: place for place, unit in enumerate(read.units)}
         self._may_be_here = {
             place: (launch.key, [place_of[unit] for unit in dict.fromkeys(one.unit for one in launch.members)])
             for place, launch in enumerate(read.launches)
@@ -232,7 +230,7 @@ class Ledger:
             if self.on_text is not None:
                 self.on_text(known.read)
             self._texts[digest] = known
-        if not known.read.firsts:
+        if not known.read.units:
             shards = ()
         ran = known, tuple([_address(shard) for shard in shards])
         self.num_begun += 1
