@@ -19,6 +19,7 @@ from torch import fx
 from .._torch_compat import inductor, process_groups
 from ..passes import GraphRecord
 from ..passes._torch_compat import OpOverload, arguments_of
+from ..passes.ir import markers
 from ..passes.ir.meta import ROLE
 from ..passes.ir.provenance import find_reduces, find_unshards
 from ..passes.wire.spec import NAMESPACE
@@ -227,16 +228,16 @@ def _groups(captured: fx.Graph, *graphs: fx.Graph) -> dict[str, int]:
     """
     groups: dict[str, int] = {}
     for node in (node for graph in (captured, *graphs) for node in graph.nodes):
-        if "num_shards" in node.kwargs:  # a marker
-            for key, count in (("group", "num_shards"), ("replicate_group", "num_replicas")):
-                if node.kwargs[key]:
-                    groups[str(node.kwargs[key])] = int(node.kwargs[count])  # type: ignore[arg-type]
+        if node.target in (markers.unshard, markers.reduce_grad):
+            spec = markers.spec_in(node)
+            groups |= {spec.group: spec.num_shards, spec.replicate_group: spec.num_replicas}
         elif getattr(node.target, "namespace", None) in (NAMESPACE, "_c10d_functional"):
             arguments = arguments_of(node)
             if "group_name" in arguments:
                 name = str(arguments["group_name"])
                 size = arguments.get("group_size") or len(arguments.get("input_split_sizes") or ()) or 1
                 groups[name] = max(groups.get(name, 1), size)
+    groups.pop("", None)  # of a parameter that nobody shards, or that has no replicas
     return groups
 
 
