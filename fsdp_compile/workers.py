@@ -64,7 +64,7 @@ class WorkerError(RuntimeError):
         super().__init__(text)
         self.summary = summary
         self.raised = raised
-        self.at = at  # the time
+        self.at = at  # when it failed, in seconds since the epoch
 
 
 class Workers(contextlib.AbstractContextManager["Workers"]):

@@ -249,6 +249,30 @@ def test_a_wrapped_block_is_called_as_its_class_says() -> None:
     _assert_first_gradients(model, unsharded)
 
 
+class LooksUpAndProjects(Block):
+    """A block whose table is its head as well, so that it is no table for the schedule."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.table = nn.Parameter(torch.randn(7, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = nn.functional.embedding(torch.arange(x.shape[-2]) % 7, self.table)
+        return super().forward(x + rows) + (x @ self.table.t()) @ self.table
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_two_ranks
+def test_a_block_looks_rows_up_in_a_weight_that_it_multiplies_by_as_well(backend: str) -> None:
+    unsharded, model = twins(functools.partial(Stack, 2, block=LooksUpAndProjects))
+    for layer in model.layers:
+        fully_shard(layer)
+        layer.compile(backend=backend)
+    fully_shard(model)
+    loss_of(model(mine())).backward()
+    _assert_first_gradients(model, unsharded)
+
+
 @on_two_ranks
 def test_a_copy_of_a_model_with_compiled_blocks() -> None:
     unsharded, model = twins()

@@ -448,6 +448,8 @@ def test_adapters_come_merged_as_peft_merges_them_and_the_model_stays_as_it_was(
         assert came.keys() == expected.keys() and not any("lora" in name for name in came)
         if dst in (None, dist.get_rank()):
             torch.testing.assert_close(came, dict(expected), atol=1e-5, rtol=1e-5)
+        around = stream_full_params(nn.ModuleDict({"policy": ours}), merge_adapters=True, max_bytes=4000)
+        assert {fqn for fqn, _ in around} == {f"policy.base_model.model.{fqn}" for fqn in expected}
 
 
 @on_two_ranks

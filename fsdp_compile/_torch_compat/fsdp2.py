@@ -37,14 +37,22 @@ def register_fsdp2_state(module: nn.Module, view: object) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
-# The state of a module; None for modules that are no unit, and for ``replicate`` also for those that are sharded.
-fsdp2_state: Any = TORCH_FULLY_SHARD.state
-replicate_state: Any = TORCH_REPLICATE.state
+def fsdp2_state(module: nn.Module) -> Any:
+    """Return what ``torch.distributed.fsdp.fully_shard.state(module)`` returns; None for modules that are no unit.
+
+    Torch's function writes an empty dict into a module that has no state.
+    """
+    return module.__dict__.get(STATE_KEY, {}).get(TORCH_FULLY_SHARD.__wrapped__)
 
 
 def register_replicate_state(module: nn.Module) -> None:
     """Put what ``register_fsdp2_state`` registered where FSDP2's ``replicate.state(module)`` looks, too."""
     module.__dict__[STATE_KEY][TORCH_REPLICATE.__wrapped__] = fsdp2_state(module)
+
+
+def replicate_state(module: nn.Module) -> Any:
+    """Return what FSDP2's ``replicate.state(module)`` returns; None for modules that are not replicated."""
+    return module.__dict__.get(STATE_KEY, {}).get(TORCH_REPLICATE.__wrapped__)
 
 
 def composed_by(module: nn.Module) -> frozenset[str]:

@@ -44,13 +44,18 @@ def plain_model(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def _base_path(model: nn.Module) -> str:
+    """Return the path of the plain model in the model, with a dot behind it; "" if it is the model."""
+    inner = plain_model(model)
+    path = next(plain_name(path) for path, one in model.named_modules() if one is inner)
+    return f"{path}." if path else ""
+
+
 def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
     """Map the base model's names of tensors to the model's own names; tensors of adapters are left out."""
     if not adapters_of(model):
         return {name: [name] for name in names}
-    inner = plain_model(model)
-    path = next(plain_name(path) for path, one in model.named_modules() if one is inner)
-    prefix = f"{path}." if path else ""
+    prefix = _base_path(model)
     found: dict[str, list[str]] = {}
     for name in names:
         is_of_adapter = any(part.startswith("lora_") for part in name.split("."))
@@ -70,11 +75,11 @@ def merged_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
             active: Any = module.active_adapters
             copied = [one for one in active if one in module.modules_to_save]  # type: ignore[operator]
             kept[f"{path}."] = f"{path}.modules_to_save.{copied[0]}." if copied else f"{path}.original_module."
+    prefix = _base_path(model)
     return {
-        plain: tensors[name]
-        for plain, names in plain_names(model, tensors).items()
-        for name in names
-        if all(name.startswith(kept[path]) for path in kept if name.startswith(path))
+        _BETWEEN.sub("", name.removeprefix(prefix)): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix) and all(name.startswith(kept[path]) for path in kept if name.startswith(path))
     }
 
 

@@ -152,8 +152,9 @@ def random_numbers_of_first(device: torch.device) -> Iterator[None]:
     if not dist.is_initialized():
         yield
         return
-    devices = [] if device.type == "cpu" else [device]  # the CPU's own numbers are always forked
-    with torch.random.fork_rng(devices, enabled=dist.get_rank() != 0, device_type=device.type):
+    devices = [] if device.type in ("cpu", "meta") else [device]  # the CPU's own numbers are always forked
+    forked = {"device_type": device.type} if devices else {}
+    with torch.random.fork_rng(devices, enabled=dist.get_rank() != 0, **forked):  # type: ignore[arg-type]
         first = [torch.get_rng_state(), *(torch.get_device_module(one).get_rng_state(one) for one in devices)]
         dist.broadcast_object_list(first)
         torch.set_rng_state(first[0])

@@ -105,9 +105,10 @@ def _foreseen(own: Own, module: nn.Module) -> frozenset[Slot]:
         on_meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
         stand_in = stand_ins.setdefault(id(param), nn.Parameter(on_meta, param.requires_grad))
         slots.setdefault(id(stand_in), []).append(slot)
-        slot.register(stand_in)
     writes = _Writes(slots)
     try:
+        for slot, param in registered.items():
+            slot.register(stand_ins[id(param)])
         with torch.random.fork_rng(devices=()), torch.no_grad(), writes:
             own.as_part(module)
     except (NotImplementedError, RuntimeError):  # it reads values, so it may write to all of them

@@ -29,8 +29,8 @@ class Held:
     partials: dict[str, Tensor] = field(default_factory=dict)  # summed over the shards, not yet over the replicas
     # Reduced gradients of shards with hooks: the hooks run on the sum of all uses in a backward.
     for_hooks: dict[str, Tensor] = field(default_factory=dict)
-    # What became of them in the running backward: begun in it; grown by it, as earlier backwards had some; or given to
-    # the shard, with what it was grown by.
+    # What became of them in the running backward. Begun: it alone has added to the gradient. Grown: earlier backwards
+    # had, and it has too. Given: the gradient was grown, and the shard has got it.
     became: dict[str, Literal["begun", "grown", "given"]] = field(default_factory=dict)
 
     def note(self, fqn: str, is_there: bool) -> None:

@@ -81,7 +81,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class ReadSpec(ParamSpec):
-    """A marker's keyword arguments, and what else a read depends on."""
+    """What a marker says of its parameter, and what else a read depends on."""
 
     read_as: ReadAs | None = None  # the DTensor that the read makes of the marker's result
     extension: Protocol | None = None  # of a parameter with an all-gather extension

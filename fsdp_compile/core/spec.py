@@ -1,4 +1,4 @@
-"""The specs of a unit's parameters: the arguments of their markers, which the eager path uses as well."""
+"""The specs of a unit's parameters: what their markers say, and what the eager path does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .unit import Unit
 
 
 def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
-    """Return the arguments of the parameter's marker, for the dtype that its shard has now."""
+    """Return the parameter's spec, for the dtype that its shard has now."""
     stored = param.shard.dtype
     floating = stored.is_floating_point
     asked = unit.overrides.get(param.fqn) or unit.mp_policy.param_dtype

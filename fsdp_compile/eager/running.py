@@ -304,7 +304,7 @@ class Iteration:
         """Yield the use whose backward comes next after that of ``use``, of the same root forward.
 
         In a checkpointed region, which runs once more before its backward, all uses of the region come next, and
-        then one before it. Calls that another forward left behind may exist on one rank and be gone on the next.
+        then one before it. Uses that another forward left behind may exist on one rank and be gone on the next.
         """
         for place in range(use.place - 1, -1, -1):
             earlier = self._uses[place]()

@@ -315,7 +315,7 @@ class Constructed(Wrapper):
 
     @property
     def _unit(self) -> Unit | None:
-        """The outermost unit in the wrapper's region; None around a container that holds nothing but wrappers.
+        """The outermost unit in the wrapper's region; None if that holds nothing but wrappers.
 
         Checkpointing and torch.compile may have wrapped its module before this wrapper was made, or after, and the
         unit of a container is that of its members.

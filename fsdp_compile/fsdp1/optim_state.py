@@ -244,7 +244,7 @@ def _groups_to_load(names: _OptimNames, optim: Any, given: list[Any], keys: dict
 
 
 def _name(name: str) -> str:
-    """Return the name that a parameter has in the model's state dict: without wrappers but torch.compile's."""
+    """Return the name that a parameter has in the model's state dict. Of wrappers, it has torch.compile's alone."""
     return fsdp1.without_checkpointing(clean(name))
 
 

@@ -67,7 +67,7 @@ def wrappers_in(module: nn.Module) -> list[Any]:
 
 
 def region_tensors(module: nn.Module, ignored: Ignored, *kinds: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Yield what is neither ignored nor sharded of a region's PARAMS or BUFFERS: (path in it, module, name, tensor)."""
+    """Yield a region's tensors that are neither ignored nor sharded, as (path in it, module, name, tensor)."""
     for path, one in region_of(module, ignored.modules):
         sharded = one.__dict__.get(READS, {})
         for kind in kinds:

@@ -41,7 +41,7 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, leaf: Any, ticket: Any, then: str, spec: ReadSpec, names: tuple[str, ...] | None, *tensors: Any
     ) -> Any:
-        ctx.then, ctx.spec, ctx.has_leaf = then, spec, leaf is not None
+        ctx.then, ctx.reduction, ctx.has_leaf = then, markers.backward_spec(spec, then), leaf is not None
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
         if ticket is not None:
@@ -64,5 +64,5 @@ class _Gather(torch.autograd.Function):
         if grad is None:
             return tuple(nothing)
         ticket = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        for_shard, for_leaf = markers.gradients(grad, ctx.spec.text, ctx.then, ctx.has_leaf, ticket)
+        for_shard, for_leaf = markers.gradients(grad, ctx.reduction, ctx.then, ctx.has_leaf, ticket)
         return for_leaf, *nothing[2:], for_shard  # a shard in several pieces has a leaf, or is frozen

@@ -58,7 +58,7 @@ class Sink:
         self.edge: Tensor | None = None
         self.edge_of: int | None = None  # the ``version`` of the parameter that the edge was made for
         self.takes: Literal["edge", "both"] = "both"  # what a graph takes of the parameter while it trains
-        self.spec: Any = None  # the arguments of the markers
+        self.spec: Any = None  # what the markers say
         self._key: Any = None  # the ``spec_key`` of ``spec``
 
     def prepare(self, unit: Unit) -> None:

@@ -20,6 +20,9 @@ from ..passes.wire.spec import with_part, without_use
 from .chain import ChainLink
 
 T = TypeVar("T")
+# What was seen of a unit when it was looked through; and of each of its parameters, by FQN, the name and the place in
+# the model.
+_Known = tuple[tuple[int, int, int], dict[str, tuple[str, str]]]
 
 
 class Namer:
@@ -28,9 +31,7 @@ class Namer:
     def __init__(self, units: Iterable[Unit] = ()) -> None:
         self._units: list[weakref.ref[Unit]] = []  # a copy of a list is whole, whatever other threads do meanwhile
         self._by_address: dict[int, tuple[weakref.ref[ShardedParam], weakref.ref[Unit]]] = {}
-        # Of each unit, by FQN: its version when it was looked through and the names, and the places in the model.
-        self._names: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
-        self._places: weakref.WeakKeyDictionary[Unit, dict[str, str]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Unit, _Known] = weakref.WeakKeyDictionary()
         self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         for unit in units:
             self.know(unit)
@@ -79,18 +80,21 @@ class Namer:
         return self._once((id(text), addresses), text, make)
 
     def _link(self, wire: str, params: Sequence[tuple[Unit | None, str, str]], source: str) -> ChainLink:
-        """Return a link with these parameters: the unit of each, if it is known, its FQN there, and else its name."""
+        """Return a link with these parameters, each given by its unit, its FQN there, and the name if it is not found.
+
+        The names are sure if all are found.
+        """
         names: list[str] = []
         places: list[str] = []
         for unit, fqn, otherwise in params:
             base, colon, part = fqn.partition(":")
-            if unit is not None and base in self._names_in(unit):
-                names.append(f"{self._names_in(unit)[base]}{colon}{part}")
-                places.append(f"{self._places[unit][base]}{colon}{part}")
-            else:
+            found = None if unit is None else self._in(unit).get(base)
+            if found is None:
                 names.append(otherwise)
-                places.append(otherwise)
-        sure = all(unit is not None for unit, *_ in params)
+            else:
+                names.append(f"{found[0]}{colon}{part}")
+                places.append(f"{found[1]}{colon}{part}")
+        sure = len(places) == len(names)
         return ChainLink(wire, tuple(names), sure, tuple(places) if sure else (), source)
 
     def _once(self, key: tuple[Any, ...], kept: Any, make: Callable[[], T]) -> T:
@@ -105,10 +109,13 @@ class Namer:
         self._by_address.clear()
         self._made.clear()
 
-    def _names_in(self, unit: Unit) -> dict[str, str]:
-        if unit not in self._names or self._names[unit][0] != unit.version:
+    def _in(self, unit: Unit) -> dict[str, tuple[str, str]]:
+        """Return the names and places of a unit's parameters, by FQN."""
+        known = self._known.get(unit)
+        if known is None or known[0] != _seen(unit):
             self._look_through(unit)
-        return self._names[unit][1]
+            known = self._known[unit]
+        return known[1]
 
     def _look_through(self, unit: Unit) -> None:
         """Find the names and places of a unit's parameters, and, on the same walk, of all in the model with it."""
@@ -116,9 +123,8 @@ class Namer:
         paths = paths_in(root.modules)
         inside = (inner for module in paths if (inner := unit_of(module)) is not None)
         for one in dict.fromkeys((*inside, unit)):
-            names = names_in(one, paths)
-            self._names[one] = one.version, names
-            self._places[one] = {fqn: f"{next(place)} of {root.label}" for fqn in names}
+            seen, names = _seen(one), names_in(one, paths)
+            self._known[one] = seen, {fqn: (name, f"{next(place)} of {root.label}") for fqn, name in names.items()}
 
     def at(self, address: int) -> Unit | None:
         """Return the unit of the parameter whose shard is at ``address`` now."""
@@ -136,6 +142,11 @@ class Namer:
         ref, owner = self._by_address.get(address, (lambda: None, lambda: None))
         param = ref()
         return None if param is None or param.address != address else owner()
+
+
+def _seen(unit: Unit) -> tuple[int, int, int]:
+    """Return what the names and places of a unit's parameters depend on."""
+    return unit.version, id(unit.root), unit.root.version
 
 
 def _wire(kind: str, dtype: str, num_bytes: int, num_params: int) -> str:

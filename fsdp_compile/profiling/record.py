@@ -19,7 +19,7 @@ DTYPES = {
     "float": ("float32", 4), "double": ("float64", 8), "c10::BFloat16": ("bfloat16", 2), "c10::Half": ("float16", 2),
     "unsigned char": ("uint8", 1), "signed char": ("int8", 1), "int": ("int32", 4), "long int": ("int64", 8),
     "long": ("int64", 8), "bool": ("bool", 1), "c10::Float8_e4m3fn": ("float8_e4m3fn", 1),
-    "c10::Float8_e5m2": ("float8_e5m2", 1), "c10::complex<float>": ("complex64", 8), "TensorList": ("", 0),
+    "c10::Float8_e5m2": ("float8_e5m2", 1), "c10::complex<float>": ("complex64", 8),
 }  # fmt: skip
 
 
@@ -48,7 +48,7 @@ class Event:
     def dtype(self, place: int = 0) -> str:
         """Return the dtype of an argument, if it is recorded."""
         types = self.args.get("Input type") or []
-        return DTYPES.get(types[place], (types[place], 0))[0] if place < len(types) else ""
+        return DTYPES.get(types[place], ("", 0))[0] if place < len(types) else ""
 
     def elements(self) -> list[int]:
         """Return the elements of the first argument, or of each tensor in it."""

@@ -92,7 +92,7 @@ def _explained(step: StepRecords, profile: HardwareProfile | str | Path | None) 
     predicted = step.predicted(profile)
     markers = _markers(step)
     specs = {fqn: marker.spec for fqn, marker in markers.items()}
-    halves = zip(predicted.graphs, step.graphs)
+    halves = zip(predicted.graphs, step.graphs, strict=True)
     buckets = [bucket for graph, record in halves for bucket in _buckets(graph, record, specs)]
     parameters = [
         ExplainedParameter(
@@ -109,7 +109,7 @@ def _explained(step: StepRecords, profile: HardwareProfile | str | Path | None) 
     ]
     memory = [
         ExplainedMemory(graph.stage, tuple(point.at_s for point in graph.timeline.memory), owners)
-        for graph, owners in zip(predicted.graphs, step_owners(step))
+        for graph, owners in zip(predicted.graphs, step_owners(step), strict=True)
     ]
     again = () if step.joint is None else step.joint.plan.recompute
     return ExplainedStep(predicted, tuple(buckets), tuple(parameters), tuple(memory), again)
@@ -173,7 +173,7 @@ def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[s
 
 
 def _unlike(kind: str, one: Bucket, other: Bucket, specs: Mapping[str, ParamSpec]) -> str:
-    """Return why two buckets would not be merged even if one unit had both and they were small; empty if they would."""
+    """Return what keeps two buckets apart besides their units and sizes; empty if nothing does."""
     a, b = specs[one.fqns[0]], specs[other.fqns[0]]
     key = gather_key if kind == "gather" else reduce_key
     for name, called in _CALLED.items():

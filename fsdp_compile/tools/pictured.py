@@ -43,7 +43,7 @@ def _step(step: StepRecords, number: int) -> PicturedStep | None:
         return PicturedStep(f"step {number + 1}", differences=tuple(_differences(step)))
     predicted = step.predicted()
     graphs, start_s = [], 0.0
-    for one, record, owners in zip(predicted.graphs, step.graphs, step_owners(step)):
+    for one, record, owners in zip(predicted.graphs, step.graphs, step_owners(step), strict=True):
         graphs.append(_graph(one, record, owners, start_s))
         start_s += one.seconds
     trained = step.joint is not None or any(record.plan.reduces for record in step.graphs)
@@ -97,7 +97,7 @@ def _graph(predicted: PredictedGraph, record: GraphRecord, owners: MemoryOwners,
             start_s + one.end_s, start_s + one.waited_s, one.seconds, one.beside_s, one.exposed_s, one.cause,
             one.verdict, (one.launched_behind, one.launched_before, one.waited_behind, one.waited_before),
         )
-        for one, launch in zip(predicted.collectives, collectives_of(graph, record.plan))
+        for one, launch in zip(predicted.collectives, collectives_of(graph, record.plan), strict=True)
     )  # fmt: skip
     return PicturedGraph(
         predicted.stage, start_s, predicted.seconds, predicted.exposed_s, tuple(compute), collectives,

@@ -274,7 +274,7 @@ class Sketch:
         for storage in dict.fromkeys(one for node in taken for one in self._held_for.get(node, ())):
             # What was computed inside its readers is written, if it is to be saved.
             if storage in lives or storage.node in self._trial.forward.memory.away:
-                begin = first.position[storage.node]
+                begin = lives[storage].first if storage in lives else first.position[storage.node]
                 lives[storage] = Lifetime(storage, begin, until.get(storage, end))
         own = [life for life in lives.values() if life.storage not in stays]
         own += [Lifetime(piece, first.position[piece.node] + 1, end) for piece in pieces.values()]

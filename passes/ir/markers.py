@@ -9,10 +9,10 @@
     with then="over_shards"      gs is summed over the shards alone, not over replicas
     with a device                shard and gs are on the CPU, w and gw on the device
 
-A marker's ``spec`` contains everything that a pass needs, as text: whoever traces a graph handles one argument, and not
-thirty. It is equal for equal blocks (the FQN is relative to the module given to ``fully_shard``), so blocks that look
-alike share one compiled graph. Where no pass
-lowers them (``aot_eager``, ``eager``, or our passes displaced) the ops run as they are: one collective each.
+A marker's ``spec`` contains everything that a pass needs, as one text: each argument of an op costs time wherever a
+graph is traced or copied. It is equal for equal blocks (the FQN is relative to the module given to ``fully_shard``), so
+blocks that look alike share one compiled graph. Where no pass lowers the markers (``aot_eager``, ``eager``, or our
+passes displaced), they run as they are: one collective each.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ compat.leave_all_to_python(_unshard_kernel, _reduce_grad_kernel, _resume_kernel)
 
 def _save_spec(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
     _, leaf, ticket, then = inputs
-    ctx.spec, ctx.then = keyword_only_inputs["spec"], then
+    ctx.reduction, ctx.then = backward_spec(ParamSpec.of(keyword_only_inputs["spec"]), then), then
     ctx.has_leaf, ctx.has_ticket = leaf is not None, ticket is not None
     if ticket is not None:
         ctx.save_for_backward(ticket)
@@ -112,23 +112,26 @@ def _save_spec(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str,
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     ticket = ctx.saved_tensors[0] if ctx.has_ticket else None
-    return (*gradients(grad, ctx.spec, ctx.then, ctx.has_leaf, ticket), None, None)
+    return (*gradients(grad, ctx.reduction, ctx.then, ctx.has_leaf, ticket), None, None)
 
 
 torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_spec, lib=library)
 
 
+def backward_spec(spec: ParamSpec, then: str) -> tuple[torch.dtype, str]:
+    """Return the dtype that gradients travel in, and the spec of their reduction: Dynamo may trace ``gradients``."""
+    return spec.reduce_dtype, (spec.over_shards() if then == "over_shards" else spec).text
+
+
 def gradients(
-    grad: Tensor, spec: str, then: str, has_leaf: bool, ticket: Tensor | None
+    grad: Tensor, reduction: tuple[torch.dtype, str], then: str, has_leaf: bool, ticket: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of a marker's shard and of its leaf, given the gradient of the full parameter."""
-    its = ParamSpec.of(spec)
+    dtype, spec = reduction
     if ticket is not None:
-        grad = torch.ops.fsdpc.resume(grad.to(its.reduce_dtype), ticket)
+        grad = torch.ops.fsdpc.resume(grad.to(dtype), ticket)
     if then == "hold":
-        return None, grad.to(its.reduce_dtype)
-    if then == "over_shards":
-        spec = its.over_shards().text
+        return None, grad.to(dtype)
     reduced = torch.ops.fsdpc.reduce_grad(grad, spec=spec)
     return (None, reduced) if has_leaf else (reduced, None)
 

@@ -145,7 +145,7 @@ def made_of_weights(
             continue
         reads = node.all_input_nodes
         weights = _weights_read(node, found)
-        if node.target is aten.embedding.default and any(markers.spec_in(one).is_table for one in weights):
+        if node.target is aten.embedding.default and any(map(_is_table, weights)):
             continue  # its rows are an activation, even those of constant positions
         if weights and node.meta.get("ac_graph_id") == AC_GRAPH_ID:  # of what an extension sent, as ``parts`` saw
             found[node] = weights
@@ -381,6 +381,11 @@ def _whose_view(node: fx.Node) -> fx.Node:
             break
         node = source
     return node
+
+
+def _is_table(gathered: fx.Node) -> bool:
+    """Whether this is a gather of a table. What the eager path gives to a graph comes as an input."""
+    return gathered.target is markers.unshard and markers.spec_in(gathered).is_table
 
 
 def _weights_read(node: fx.Node, of_weights: Mapping[fx.Node, Weights]) -> Weights:

@@ -142,15 +142,21 @@ class ParamSpec:
             for one in dataclasses.fields(ParamSpec)
             if (value := getattr(self, one.name)) != one.default
         }
-        return json.dumps(said, default=lambda dtype: str(dtype).removeprefix("torch."))
+        return json.dumps(said, default=_name_of_dtype)
 
     @staticmethod
-    @functools.cache
+    @functools.lru_cache(maxsize=1 << 16)
     def of(text: str) -> ParamSpec:
         """Return the spec in a marker's argument."""
         said = json.loads(text)
         dtypes = {name: getattr(torch, said[name]) for name in _DTYPES}
         return ParamSpec(**{**said, **dtypes, "size": tuple(said["size"])})
+
+
+def _name_of_dtype(value: Any) -> str:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{value!r} is a {type(value).__name__}, and no field of a spec is one.")
+    return str(value).removeprefix("torch.")
 
 
 _DTYPES = [one.name for one in dataclasses.fields(ParamSpec) if one.type == "torch.dtype"]
