@@ -56,7 +56,7 @@ class Odd(Subject):
         both = nn.Sequential(tied, others)
         yield "fully_shard around tied weights", lambda: fsdp_compile.fully_shard(both)
         namer = Namer()
-        yield "names of parameters", lambda: [namer._names_in(unit) for unit in units_in(both)]
+        yield "names of parameters", lambda: [namer._in(unit) for unit in units_in(both)]
 
 
 def lines_by_operation(subject: Subject) -> dict[str, Counter[str]]:
