@@ -250,7 +250,7 @@ def test_a_wrapped_block_is_called_as_its_class_says() -> None:
 
 
 class LooksUpAndProjects(Block):
-    """A block whose table is its head as well, so that it is no table for the schedule."""
+    """A block that looks rows up in a weight and multiplies by it as well, so that backward needs the weight."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim)

@@ -39,7 +39,9 @@ def dtensor_of(
 
 
 def versions_of(tensor: Any) -> list[int]:
-    """Count the writes to a DTensor, and those to its local tensor: neither count includes the other."""
+    """Count the writes to a tensor, and those to a DTensor's local tensor: neither count includes the other."""
+    if not isinstance(tensor, DTensor):
+        return [version_of(tensor)]
     count_steps_as_writes()
     return [0 if one.is_inference() else one._version for one in (tensor, local_tensor(tensor))]
 

@@ -102,10 +102,10 @@ def as_whole(
 ) -> Whole:
     """Return how a tensor becomes whole; ``dtype`` casts it before it is sent."""
     cast, sources = cast_to(dtype, tensor), made_of or [tensor]
-    before = [*map(_versions_of, sources)]
+    before = [*map(dtensors.versions_of, sources)]
 
     def has_changed() -> bool:
-        return before != [*map(_versions_of, sources)]
+        return before != [*map(dtensors.versions_of, sources)]
 
     whole = functools.partial(Whole, tuple(names), tensor.shape, cast, dst=dst, make=make, has_changed=has_changed)
     if make is not None or not isinstance(tensor, DTensor):
@@ -127,11 +127,6 @@ def as_whole(
     sends = this_rank() if dst is None or dst not in mesh.mesh else dst
     parts = parts_of_whole(mesh, tensor.placements, tensor.shape, sends)
     return whole(local, device, parts=parts, group=group)
-
-
-def _versions_of(tensor: Tensor) -> list[int]:
-    """Return how often a tensor was written to; of a DTensor, some writes are counted by what is inside alone."""
-    return dtensors.versions_of(tensor) if isinstance(tensor, DTensor) else [dtensors.version_of(tensor)]
 
 
 def gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:

@@ -153,8 +153,8 @@ def random_numbers_of_first(device: torch.device) -> Iterator[None]:
         yield
         return
     devices = [] if device.type in ("cpu", "meta") else [device]  # the CPU's own numbers are always forked
-    forked = {"device_type": device.type} if devices else {}
-    with torch.random.fork_rng(devices, enabled=dist.get_rank() != 0, **forked):  # type: ignore[arg-type]
+    kind = device.type if devices else "cpu"
+    with torch.random.fork_rng(devices, enabled=dist.get_rank() != 0, device_type=kind):
         first = [torch.get_rng_state(), *(torch.get_device_module(one).get_rng_state(one) for one in devices)]
         dist.broadcast_object_list(first)
         torch.set_rng_state(first[0])

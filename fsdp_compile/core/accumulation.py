@@ -29,8 +29,8 @@ class Held:
     partials: dict[str, Tensor] = field(default_factory=dict)  # summed over the shards, not yet over the replicas
     # Reduced gradients of shards with hooks: the hooks run on the sum of all uses in a backward.
     for_hooks: dict[str, Tensor] = field(default_factory=dict)
-    # What became of them in the running backward. Begun: it alone has added to the gradient. Grown: earlier backwards
-    # had, and it has too. Given: the gradient was grown, and the shard has got it.
+    # What the running backward did, by FQN. "begun": it held back a gradient, and none waited before. "grown": it added
+    # to a gradient that waited. "given": it added to one that waited, and the shard has got the sum.
     became: dict[str, Literal["begun", "grown", "given"]] = field(default_factory=dict)
 
     def note(self, fqn: str, is_there: bool) -> None:
@@ -46,7 +46,7 @@ class Held:
         return self.pending.pop(fqn)
 
     def note_arrival(self, fqn: str) -> None:
-        """Note that a shard has got its gradient, with what waited for it."""
+        """Note that a shard has got its gradient, to which a gradient that waited was added."""
         if self.became.get(fqn) == "grown":
             self.became[fqn] = "given"
 

@@ -1,4 +1,4 @@
-"""The specs of a unit's parameters: what their markers say, and what the eager path does."""
+"""The spec of each parameter of a unit. Markers carry the spec, and the eager path follows the same one."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from ..passes.wire.spec import with_part, without_use
 from .chain import ChainLink
 
 T = TypeVar("T")
-# What was seen of a unit when it was looked through; and of each of its parameters, by FQN, the name and the place in
-# the model.
+# ``_seen`` of a unit when the unit was looked through; and, by FQN, the name and the place in the model of each of its
+# parameters.
 _Known = tuple[tuple[int, int, int], dict[str, tuple[str, str]]]
 
 
@@ -80,9 +80,10 @@ class Namer:
         return self._once((id(text), addresses), text, make)
 
     def _link(self, wire: str, params: Sequence[tuple[Unit | None, str, str]], source: str) -> ChainLink:
-        """Return a link with these parameters, each given by its unit, its FQN there, and the name if it is not found.
+        """Return a link that names these parameters.
 
-        The names are sure if all are found.
+        Each is given by its unit, its FQN in the unit, and another name, which is used if the unit or the FQN is not
+        known. The link's names are sure if no such name is used.
         """
         names: list[str] = []
         places: list[str] = []

@@ -160,9 +160,8 @@ class StepListener:
                 graphs = step.predicted(self.hardware).graphs
             except Exception:  # custom operators may raise anything; the measured part is there all the same
                 continue
-            for record, graph in zip([one for one in step.graphs if one.graph is not None], graphs):
-                assert record.graph is not None
-                for node in record.graph.find_nodes(op="call_function", target=begin):
+            for record, graph in zip(step.graphs, graphs, strict=True):
+                for node in record.snapshots[-1].find_nodes(op="call_function", target=begin):
                     found[GraphText.loads(str(node.args[1]))] = graph
         return found
 

@@ -44,7 +44,7 @@ class Rows:
     cells: Sequence[Sequence[str]]
     below: str = ""
     styles: Sequence[str] = ()  # of the rows
-    num_names: int = 1  # so many of the first columns are words, and the first is a row's name; the others are numbers
+    num_names: int = 1  # columns of words, which come before those of numbers; the first one has the names of the rows
 
     @property
     def _least_width(self) -> int:

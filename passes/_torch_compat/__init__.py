@@ -292,8 +292,9 @@ def inputs_with_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _inputs_of_results(graph: torch.fx.Graph, relation: str) -> set[torch.fx.Node]:
-    """Return the inputs of a joint graph that AOTAutograd's descriptions of its results name under ``relation``.
+    """Return the inputs of a joint graph that its results belong to.
 
+    AOTAutograd describes each result. The attribute ``relation`` of such a description is the description of an input.
     ``meta["desc"]`` of inputs and of the output: 2.11 to 2.15.
     """
     described = {getattr(result, relation, None) for result in graph.output_node().meta.get("desc") or ()} - {None}

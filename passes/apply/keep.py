@@ -25,7 +25,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.effects import read_what_is_written
-from ..ir.markers import change_spec
 from ..ir.meta import SHARED, SHARED_NAME, STEP, tag
 from ..ir.nodes import closure, emit, tangents_of, views_of
 from ..ir.plan import Plan
@@ -87,7 +86,7 @@ def follow(graph: fx.Graph, plan: Plan) -> int:
     plan_id = plan.id  # a hash of all of it
     for node in found:
         node.meta[STEP] = plan
-        change_spec(node, step=plan_id)
+        markers.change_spec(node, step=plan_id)
     return len(found)
 
 

@@ -119,7 +119,10 @@ torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setu
 
 
 def backward_spec(spec: ParamSpec, then: str) -> tuple[torch.dtype, str]:
-    """Return the dtype that gradients travel in, and the spec of their reduction: Dynamo may trace ``gradients``."""
+    """Return what ``gradients`` needs of a spec: the dtype that gradients travel in, and the text of their reduction.
+
+    Dynamo may trace ``gradients``, and it cannot trace the reading of a text.
+    """
     return spec.reduce_dtype, (spec.over_shards() if then == "over_shards" else spec).text
 
 
@@ -143,7 +146,9 @@ def spec_in(marker: fx.Node) -> ParamSpec:
 
 def change_spec(marker: fx.Node, **changes: Any) -> None:
     """Give a marker the same spec with other values in some of its fields."""
-    marker.update_kwarg("spec", dataclasses.replace(spec_in(marker), **changes).text)
+    spec = spec_in(marker)
+    if any(getattr(spec, name) != value for name, value in changes.items()):  # a search asks for what is there already
+        marker.update_kwarg("spec", dataclasses.replace(spec, **changes).text)
 
 
 def require_data(fqn: str, shard: Tensor) -> None:

@@ -29,7 +29,6 @@ from torch import fx
 from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.aliases import is_free
-from ..ir.markers import change_spec
 from ..ir.meta import STEP
 from ..ir.nodes import copied, passes_on, source_of
 from ..ir.phases import is_backward, phase_of
@@ -137,7 +136,7 @@ def uses_keeping(
     compute_again(graph, recompute)
     for one in find_unshards(graph):
         stays = one.spec.stays and "kept"  # it is counted for all of the step
-        change_spec(one.node, regather=one.fqn not in kept, stays=stays)
+        markers.change_spec(one.node, regather=one.fqn not in kept, stays=stays)
     if sliced:
         graph = copied(graph)
         slice_these(graph, sliced)

@@ -384,7 +384,7 @@ def _whose_view(node: fx.Node) -> fx.Node:
 
 
 def _is_table(gathered: fx.Node) -> bool:
-    """Whether this is a gather of a table. What the eager path gives to a graph comes as an input."""
+    """Whether a node is the gather of a table. In a graph inside an eager forward, weights are inputs instead."""
     return gathered.target is markers.unshard and markers.spec_in(gathered).is_table
 
 
