@@ -35,21 +35,23 @@ _CONFIGS = Path(__file__).parent.parent / "examples" / "plan"
 def _machines() -> dict[str, HardwareProfile]:
     """Return the profiles of the machines that the rows were measured on."""
     a100, h100, h200, b200 = map(load_profile, ("a100", "h100", "h200", "b200"))
-    # FlashAttention-2, which torch took in 2024, reaches 322 TFLOPS (profiles.py).
-    flash_2 = dataclasses.replace(h100, attention_efficiency=322 / (989.5 * h100.matmul_efficiency))
-    # Meta's H100 has 96 GB at 2.4 TB/s and runs at 500 W. Matmuls reach 60 % of the peak (pytorch/ao,
-    # torchao/testing/training/roofline_utils.py, in its first versions; 69 % with later libraries), and attention 288
-    # to 304 TFLOPS (pytorch/benchmark, pull request 2296).
+    # Libraries of 2024: Llama 7B's MLP, forward and backward, reaches 0.67 to 0.68 of the peak on 8,192 to 32,768
+    # tokens (linkedin/Liger-Kernel, benchmark/swiglu_speed/nvidia_h100_80gb_hbm3, without its pointwise part), and
+    # FlashAttention-2 322 TFLOPS (profiles.py).
+    then = dataclasses.replace(h100, matmul_efficiency=0.675, attention_efficiency=322 / (989.5 * 0.675))
+    # Meta's H100 has 96 GB at 2.4 TB/s and runs at 500 W. Matmuls of three shapes reach 585, 575 and 546 TFLOPS, 0.575
+    # of the peak on average (pytorch/FBGEMM, pull request 2546), and attention 288 to 304 (pytorch/benchmark, pull
+    # request 2296).
     meta = dataclasses.replace(
         h100,
         memory_bytes=96 * 10**9,
         memory_bytes_per_s=2.4e12,
-        matmul_efficiency=0.6,
-        attention_efficiency=296 / (989.5 * 0.6),
+        matmul_efficiency=0.575,
+        attention_efficiency=296 / (989.5 * 0.575),
     )
     # IBM's A100 nodes have 400 Gb/s for eight GPUs.
     ibm = dataclasses.replace(a100, between=dataclasses.replace(a100.between, bytes_per_s=50e9 / 8))
-    return {"a100": a100, "a100 IBM": ibm, "h100 2024": flash_2, "h100 Meta": meta, "h200": h200, "b200": b200}
+    return {"a100": a100, "a100 IBM": ibm, "h100 2024": then, "h100 Meta": meta, "h200": h200, "b200": b200}
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Row:
     gib: float | None = None
     source: str = ""
     theirs: str = ""  # how their run differs
+    is_eager: bool = False
 
 
 _TITAN = "pytorch/torchtitan, "
@@ -75,7 +78,9 @@ _H200_FILE = f"{_TITAN}benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
 # This page has MFU; tokens are those of its formula, 6 x parameters + 12 x layers x width x sequence for each.
 _IBM = "pytorch.org/blog/maximizing-training-throughput"
 _MOSAIC = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
-_EAGER = "no word of torch.compile"
+_ALIBI = "ALiBi instead of rotary positions"
+# The files of these runs in train_configs/, "a preset for 64 A100 GPUs", say that they are not compiled.
+_EAGER_A100 = f"{_A100_FILE}; compile = false in train_configs/"
 
 ROWS = (
     Row("llama-3-8b", (8,), "h100 Meta", 2, 8192, SELECTIVE, 6667, 77.0, f"{_H100_FILE}, table 1"),
@@ -88,16 +93,22 @@ ROWS = (
     Row("llama-3-8b", (32,), "h200", 2, 8192, SELECTIVE, 10938, 47.96, _H200_FILE, "Float8"),
     Row("llama-3-8b", (8,), "b200", 1, 8192, SELECTIVE, 8307.5, 33.71,
         "pytorch/ao, torchao/prototype/mx_formats/README.md", "B200 with a lower limit of power, which is not said"),
-    Row("llama-3-8b", (64,), "a100", 1, 8192, SELECTIVE, 2973, None, _A100_FILE, _EAGER),
-    Row("llama-3-70b", (64,), "a100", 1, 8192, FULL, 331, None, _A100_FILE, _EAGER),
-    Row("llama-2-13b", (64,), "a100", 2, 4096, NONE, 2162, None, _A100_FILE, _EAGER),
-    Row("llama-2-70b", (64,), "a100", 2, 4096, FULL, 353, None, _A100_FILE, _EAGER),
+    Row("llama-3-8b", (64,), "a100", 1, 8192, SELECTIVE, 2973, None, _EAGER_A100, is_eager=True),
+    Row("llama-3-70b", (64,), "a100", 1, 8192, FULL, 331, None, _EAGER_A100, is_eager=True),
+    Row("llama-2-13b", (64,), "a100", 2, 4096, NONE, 2162, None, _EAGER_A100, is_eager=True),
+    Row("llama-2-70b", (64,), "a100", 2, 4096, FULL, 353, None, _EAGER_A100, is_eager=True),
     Row("llama-2-7b", (16, 8), "a100 IBM", 2, 4096, NONE, 4527, None, f"{_IBM}, MFU 0.68"),
     Row("llama-2-70b", (128,), "a100 IBM", 2, 4096, FULL, 385, None, f"{_IBM}, MFU 0.55"),
     Row("llama-2-7b", (58, 8), "h100 2024", 2, 4096, NONE, 9495, None, f"{_IBM}, MFU 0.45"),
     Row("llama-2-70b", (464,), "h100 2024", 2, 4096, FULL, 842, None, f"{_IBM}, MFU 0.38"),
-    Row("mpt-7b", (8,), "a100", 6, 2048, NONE, 4641, None, _MOSAIC, "eager; ALiBi instead of rotary positions"),
-    Row("mpt-7b", (8,), "h100 2024", 6, 2048, NONE, 10643, None, _MOSAIC, "eager; ALiBi instead of rotary positions"),
+    Row("mpt-7b", (8,), "a100", 6, 2048, NONE, 4641, None, _MOSAIC, _ALIBI, is_eager=True),
+    Row("mpt-7b", (8,), "h100 2024", 6, 2048, NONE, 10643, None, _MOSAIC, _ALIBI, is_eager=True),
+    Row("llama-3-8b", (8,), "h100 Meta", 2, 8192, SELECTIVE, 5762, 82.4, f"{_H100_FILE}, table 1", is_eager=True),
+    Row("llama-3-8b", (128,), "h100 Meta", 2, 8192, SELECTIVE, 5605, 67.0, f"{_H100_FILE}, table 3", is_eager=True),
+    Row("mpt-13b", (8,), "a100", 2, 2048, NONE, 2262, None, _MOSAIC, _ALIBI, is_eager=True),
+    Row("mpt-30b", (8,), "a100", 3, 2048, FULL, 916, None, _MOSAIC, _ALIBI, is_eager=True),
+    Row("mpt-13b", (8,), "h100 2024", 2, 2048, NONE, 4792, None, _MOSAIC, _ALIBI, is_eager=True),
+    Row("mpt-30b", (32,), "h100 2024", 14, 2048, FULL, 2308, None, _MOSAIC, _ALIBI, is_eager=True),
     Row("llama-3-70b", (512,), "h100 Meta", 2, 8192, FULL),
     Row("llama-3-405b", (1024,), "h100 Meta", 1, 8192, FULL),
 )  # fmt: skip
@@ -106,7 +117,7 @@ ROWS = (
 def planned(row: Row) -> Forecast:
     profile, num_ranks = _machines()[row.machine], math.prod(row.mesh)
     hardware = Hardware(profile, profile.memory_bytes, num_ranks, "bf16", "adamw")
-    configuration = Configuration(row.mesh, row.batch, row.sequence, row.checkpointing)
+    configuration = Configuration(row.mesh, row.batch, row.sequence, row.checkpointing, is_eager=row.is_eager)
     with warnings.catch_warnings(), pretended_world(num_ranks, "nccl"):
         warnings.simplefilter("ignore")
         made = find_target(str(_CONFIGS / f"{row.model}.json")).make(row.batch, row.sequence)
@@ -119,7 +130,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", choices=numbers, metavar="N", help="these rows alone")
     options = parser.parse_args()
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("row", "model", "mesh", "machine", "batch", "checkpointing"):
+    for heading in ("row", "model", "mesh", "machine", "batch", "checkpointing", "how"):
         grid.add_column(heading, no_wrap=True)
     for heading in ("tokens/s", "published", "ratio", "GiB", "published", "ratio", "MFU", "waiting", "planned in"):
         grid.add_column(heading, justify="right", no_wrap=True)
@@ -130,7 +141,8 @@ def main() -> None:
         said = "; ".join(part for part in (row.source, row.theirs) if part)
         cells = (
             str(number), row.model, "x".join(map(str, row.mesh)), row.machine, f"{row.batch}x{row.sequence}",
-            row.checkpointing, *_beside(one.tokens_per_s_per_rank, row.tokens_per_s, ".0f"),
+            row.checkpointing, "eager" if row.is_eager else "compiled",
+            *_beside(one.tokens_per_s_per_rank, row.tokens_per_s, ".0f"),
             *_beside(one.peak_bytes / _GIB, row.gib, ".1f"), f"{one.mfu:.1%}", f"{one.exposed_s / one.step_s:.1%}",
             f"{time.perf_counter() - begun:.1f} s", said or "planned alone",
         )  # fmt: skip

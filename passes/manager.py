@@ -70,8 +70,6 @@ class PassRecord:
     name: str
     count: int
     seconds: float
-    before: str = ""  # code, only while an observer wants it
-    after: str = ""
 
 
 @dataclass
@@ -94,10 +92,15 @@ class GraphRecord:
         """A copy of the graph after the last pass, if an observer wanted it."""
         return self.snapshots[-1] if self.snapshots else None
 
+    @property
+    def codes(self) -> list[str]:
+        """The code of each of ``snapshots``."""
+        return [one.python_code("self", verbose=False).src for one in self.snapshots]
+
 
 @dataclass(frozen=True)
 class Listener:
-    """A callback for every graph. Records have the code and copies of the graph while ``wants_graphs()`` is True."""
+    """A callback for every graph. Records have copies of the graph while ``wants_graphs()`` is True."""
 
     tell: Callable[[GraphRecord], None]
     wants_graphs: Callable[[], bool]
@@ -224,9 +227,7 @@ class PassManager(CustomGraphPass):
         ranks = {group: compat.group_ranks(group) for group in _all_groups(graph)} if watched else {}
         records = []
         snapshots = [copied(graph)] if watched else []
-        code = _code(graph) if watched else ""
         for one_pass in passes:
-            before = code
             start = time.perf_counter()
             if plan is None and one_pass is chosen_slices:
                 settle_names(graph)
@@ -236,9 +237,7 @@ class PassManager(CustomGraphPass):
                 settle_names_of_phases(graph)
                 plan = self._plan_of_whole(graph)
             count = one_pass(graph, plan or Plan(stage))
-            elapsed = time.perf_counter() - start
-            code = _code(graph) if watched else ""
-            records.append(PassRecord(one_pass.__name__, count, elapsed, before, code))
+            records.append(PassRecord(one_pass.__name__, count, time.perf_counter() - start))
             if watched:
                 snapshots.append(copied(graph))
         graph.lint()
@@ -272,7 +271,3 @@ def _stage(graph: fx.Graph) -> str:
 def _all_groups(graph: fx.Graph) -> set[str]:
     """Return the names of the process groups of our markers and of a user's own collectives."""
     return groups_of(graph) | {sent_by(node).group for node in graph.nodes if is_launch(node)}
-
-
-def _code(graph: fx.Graph) -> str:
-    return graph.python_code("self", verbose=False).src

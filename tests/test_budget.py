@@ -26,6 +26,8 @@ from fsdp_compile.passes import Budget, Group, Plan
 from fsdp_compile.passes.budget.budget import default_profile
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, choose, keepable
 from fsdp_compile.passes.budget.trial import trial_of
+from fsdp_compile.passes.cost.replay import Compute
+from fsdp_compile.passes.cost.roofline import node_seconds
 from fsdp_compile.passes.ir.aliases import tensor_bytes
 from fsdp_compile.passes.ir.markers import change_spec
 from fsdp_compile.passes.ir.plan import Candidate, Choice
@@ -42,7 +44,7 @@ from tests.models import Apart, Stack, pair, shard
 from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import planned, plans_made, recorded
-from tests.test_cost import TOY
+from tests.test_cost import MEMORY, TOY
 from tests.test_passes import Builder, spec
 
 aten = torch.ops.aten
@@ -187,6 +189,11 @@ def test_fsdp2_packs_a_unit_and_saves_what_a_compiler_computes_again() -> None:
     # When backward begins: both products and both activations, the tangent and the first gradient beside what was
     # returned; the last unit, packed, on its way.
     assert theirs.peak_bytes == int((HELD_BY_TWO + 64 + 6 * 64 + 8.125 + 16.25) * KIB) > ours.peak_bytes
+    # Each operator runs as a kernel of its own.
+    events = {**theirs.forward.events, **theirs.backward.events}
+    computes = {node: one.seconds for node, one in events.items() if isinstance(one, Compute)}
+    assert {s for node, s in computes.items() if node.target is aten.relu.default} == {TOY.kernel_s + 2 * 64 * KIB / MEMORY}
+    assert all(seconds == node_seconds(node, TOY) for node, seconds in computes.items()) and theirs.seconds > ours.seconds
     assert str(graph) == before
 
 

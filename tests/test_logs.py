@@ -81,7 +81,6 @@ def test_nobody_who_listens_costs_no_copies_of_graphs(start: Any) -> None:
     manager.listeners[-1] = type(manager.listeners[-1])(records.append, log.wants_graphs)
     step()
     assert records and all(record.graph is None and not record.snapshots for record in records)
-    assert all(not one.before and not one.after for record in records for one in record.passes)
 
 
 def test_a_name_that_is_nothing_to_log_warns(start: Any) -> None:

@@ -200,8 +200,8 @@ def _compiled(num_layers: int = LAYERS, **budget: Any) -> GraphReport:
     return report.joint
 
 
-def planner_of(target: Target, how: str = NONE) -> Planner:
-    return Planner(target.make(2, 128), Configuration((RANKS,), 2, 128, how), hardware())
+def planner_of(target: Target, how: str = NONE, batch: tuple[int, int] = (2, 128), **said: Any) -> Planner:
+    return Planner(target.make(*batch), Configuration((RANKS,), *batch, how, **said), hardware())
 
 
 @pytest.mark.slow
@@ -227,6 +227,20 @@ def test_few_layers_tell_what_the_report_of_all_of_them_says(monkeypatch: pytest
     assert one.mfu == pytest.approx(one.flops / one.step_s / 989.5e12)
     # Of the optimizer: parameters, gradients and two states read, all but the gradients written.
     assert one.optimizer_s == pytest.approx(7 * one.peak["shards"] / (3.35e12 * 0.92))
+
+
+@pytest.mark.usefixtures("world")
+def test_an_eager_step_saves_more_and_runs_each_operator_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = 64, 2048  # so many that bytes take longer than launches
+    target = find_target("tests.test_plan_command:short")
+    compiled, eager = (planner_of(target, NONE, tokens, is_eager=how).forecast() for how in (False, True))
+    assert eager.num_traced < eager.num_periods == FEW_LAYERS
+    assert eager.step_s > compiled.step_s and eager.flops == compiled.flops
+    assert eager.peak["activations"] > compiled.peak["activations"] and eager.peak["shards"] == compiled.peak["shards"]
+    monkeypatch.setattr(forecast, "_FEW", FEW_LAYERS)
+    whole = planner_of(target, NONE, tokens, is_eager=True).forecast()
+    assert whole.num_traced == FEW_LAYERS and whole.peak == eager.peak
+    assert whole.step_s == pytest.approx(eager.step_s, rel=0.01)
 
 
 def _config(folder: Path, layers: int) -> Path:
@@ -306,6 +320,7 @@ WORLD = ("--world-size", "16")
         (("tests.test_plan_command:one_layer", *WORLD, "--budget", "rest", "--optimizer", "adamw-on-host", "--may", "shards"),
          r"no layers repeat in this model, and --may shards moves the shards of layers: take it out"),
         ((MODEL, *WORLD, "--sweep", "--optimizer", "adamw-on-host", "--may", "shards"), r"--sweep tries .*: take one of the two out"),
+        ((MODEL, *WORLD, "--eager", "--budget", "rest"), r"--eager plans FSDP2 without torch\.compile, .*: take it out, or --budget"),
         ((MODEL, *WORLD, "--batch", "8192"), r"--batch 8192 is no batch: give .* such as 2x8192"),
         ((MODEL, "--world-size", "none"), r"--world-size none is no number of ranks: give"),
         (("tests.test_plan_command:tinny", *WORLD), r"no function called tinny: give a function of it, such as tiny"),

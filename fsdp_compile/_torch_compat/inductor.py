@@ -168,8 +168,10 @@ class _JointGraphIsThere(Exception):
     """This exception stops AOTAutograd before it partitions, compiles or runs the graph."""
 
 
-def trace_joint_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def trace_joint_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], decomposed: bool = True) -> None:
     """Trace a call of ``model`` as Inductor has it traced, and stop when the passes on its joint graph have run.
+
+    If it is not ``decomposed``, its operators are those that run without a compiler.
 
     ``torch._dynamo.backends.common.aot_autograd``, ``torch._inductor.decomposition.select_decomp_table``,
     ``torch._dynamo.reset``: 2.11 to 2.15.
@@ -181,9 +183,8 @@ def trace_joint_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         raise _JointGraphIsThere
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        traced: Any = aot_autograd(
-            fw_compiler=stop, bw_compiler=stop, partition_fn=stop, decompositions=select_decomp_table()
-        )
+        table = select_decomp_table() if decomposed else {}
+        traced: Any = aot_autograd(fw_compiler=stop, bw_compiler=stop, partition_fn=stop, decompositions=table)
         try:
             traced(module, inputs)
         except _JointGraphIsThere:

@@ -55,6 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--may", nargs="+", choices=(*MAY, SHARDS), help="what is chosen within the budget: which parameters stay "
         "gathered for backward, which activations are recomputed, which are on the host, how many layers have their "
         "shards there; default: the first two")  # fmt: skip
+    add("--eager", action="store_true", help="the step of FSDP2 without torch.compile, for comparison: each operator a "
+        "kernel of its own, each unit in one bucket that is copied")  # fmt: skip
     add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="whose states are counted; on-host is "
         "optim.StatesOnHost; default: %(default)s")  # fmt: skip
     add("--sweep", action="store_true", help="other meshes, batches, checkpointing and budgets too, the best marked")
@@ -186,7 +188,11 @@ def _read_configuration(
             f"--sweep tries configurations without a budget first, and --may {SHARDS} is for those that do not fit so: "
             "take one of the two out."
         )
-    return Configuration(_mesh(arguments), batch, sequence, arguments.checkpointing, budget, may)
+    if arguments.eager and (budget is not None or arguments.sweep):
+        raise Mistake(
+            "--eager plans FSDP2 without torch.compile, where nothing is chosen: take it out, or --budget and --sweep."
+        )
+    return Configuration(_mesh(arguments), batch, sequence, arguments.checkpointing, budget, may, arguments.eager)
 
 
 def _mesh(arguments: argparse.Namespace) -> tuple[int, ...]:

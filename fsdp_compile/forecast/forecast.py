@@ -66,10 +66,12 @@ class Configuration:
     checkpointing: str
     budget: int | None = None  # bytes of forward and backward; None: parameters are kept as the units' settings say
     may: tuple[str, ...] = (GATHER, RECOMPUTE)  # what is chosen within it
+    is_eager: bool = False  # as FSDP2 runs it without torch.compile
 
     def __str__(self) -> str:
         mesh = "x".join(map(str, self.mesh))
-        return f"mesh {mesh}, batch {self.batch}x{self.sequence}, checkpointing {self.checkpointing}"
+        how = ", FSDP2 without torch.compile" if self.is_eager else ""
+        return f"mesh {mesh}, batch {self.batch}x{self.sequence}, checkpointing {self.checkpointing}{how}"
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,9 @@ class Planner:
         self._num_traced = times
         one, hardware = self.configuration, self.hardware
         chosen_for = None if one.budget is None else hardware.profile
-        return joint_graph(model, self.made.call, self._mesh, hardware.precision, one.checkpointing, run, chosen_for)
+        return joint_graph(
+            model, self.made.call, self._mesh, hardware.precision, one.checkpointing, run, chosen_for, one.is_eager
+        )
 
     def all_alike(self) -> tuple[BothHalves, Periods]:
         """Return a step with all periods, and what was traced: few of them, or as many as tell what the others do."""
@@ -221,7 +225,7 @@ class Planner:
             assert few is not None
             its, blocks = few
             decision = Decision(*its, lookahead=decision.lookahead)
-        return both_halves(decision, profile, periods, blocks), periods
+        return both_halves(decision, profile, periods, blocks, self.configuration.is_eager), periods
 
     def forecast(self) -> Forecast:
         """Forecast by what is chosen within the budget; without one, by the settings of the units."""
@@ -262,9 +266,11 @@ class Planner:
         return int(_of_all(_trainable_bytes(periods.graph), periods))
 
 
-def both_halves(its: Decision, profile: HardwareProfile, periods: Periods, blocks: Blocks) -> BothHalves:
+def both_halves(
+    its: Decision, profile: HardwareProfile, periods: Periods, blocks: Blocks, is_eager: bool = False
+) -> BothHalves:
     """Return both halves of a step: ``its`` is decided for few periods, and ``blocks`` says how many more are alike."""
-    trial = trial_as(its, periods.graph, profile)
+    trial = trial_as(its, periods.graph, profile, like_fsdp2=is_eager)
     first = half_of(trial.forward, periods.forward, (), {})
     then = half_of(trial.backward, periods.backward, trial.weight.given_up, kinds_by_name(trial.forward.graph))
     returned = tuple(trial.weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)

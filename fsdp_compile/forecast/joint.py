@@ -59,10 +59,12 @@ def joint_graph(
     checkpointing: str,
     run: LayerRun | None,
     chosen_for: HardwareProfile | None,
+    is_eager: bool,
 ) -> tuple[fx.Graph, Plan]:
     """Shard and checkpoint this model; return its joint graph, for ``trial_of``, and its plan without a budget.
 
-    A search on ``chosen_for`` finds in the graph what a model offers that compiles within a budget.
+    A search on ``chosen_for`` finds in the graph what a model offers that compiles within a budget. For a model that
+    ``is_eager``, the graph has the operators that run without a compiler.
     """
     found: list[GraphRecord] = []
     stored, computed, reduced = PRECISIONS[precision]
@@ -79,7 +81,7 @@ def joint_graph(
     model.to_empty(device="cpu")  # memory that is never written to costs nothing
     try:
         with observing(manager.observers, found.append):
-            trace_joint_graph(model, call.args, call.kwargs)
+            trace_joint_graph(model, call.args, call.kwargs, decomposed=not is_eager)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         called = original_class(model).__name__
         why = _why(error).replace(type(model).__name__, called)

@@ -60,7 +60,7 @@ class Log:
             rows = [[one.name, str(one.count), f"{one.seconds * 1e3:.1f} ms"] for one in report.record.passes]
             lines += ["  " + line for line in table([["pass", "did", "took"], *rows], right=(1, 2))]
         if "graph" in self.names:
-            lines += report.record.passes[-1].after.splitlines()
+            lines += report.record.codes[-1].splitlines()
         return lines
 
 
@@ -109,9 +109,9 @@ def _rank() -> str:
 
 
 def _trace(report: GraphReport) -> None:
-    name, passes = f"fsdp_compile_{report.stage}", report.record.passes
+    name = f"fsdp_compile_{report.stage}"
     dynamo.trace_artifact(f"{name}_plan", "json", report.plan.to_json())
     dynamo.trace_artifact(f"{name}_table", "string", str(report))
-    dynamo.trace_artifact(f"{name}_0_captured", "string", passes[0].before)
-    for number, one in enumerate(passes, start=1):
-        dynamo.trace_artifact(f"{name}_{number}_{one.name}", "string", one.after)
+    stages = ["captured", *[one.name for one in report.record.passes]]
+    for number, (stage, code) in enumerate(zip(stages, report.record.codes)):
+        dynamo.trace_artifact(f"{name}_{number}_{stage}", "string", code)

@@ -15,7 +15,7 @@ With ``like_fsdp2``, the copy is changed into what eager hooks would run, for co
     by hooks        G w0 b0 g0        n = norm(x, g0)  y = mm(n, w0)     saved: x, n, y
 
 Each unit has one gather and one reduction, packed and unpacked. What a gradient's formula reads is saved, unless
-checkpointing recomputes it. The graph is weighed without fusion, so that each operator has its own result.
+checkpointing recomputes it. Nothing is fused, so each operator is a kernel and has its own result.
 """
 
 from __future__ import annotations
@@ -175,10 +175,12 @@ def event_of(node: fx.Node, events: Mapping[fx.Node, Event]) -> list[Event]:
     return [events[node]] if node in events else []
 
 
-def trial_as(its: Decision, joint: fx.Graph, profile: HardwareProfile, groups: Groups | None = None) -> Trial:
+def trial_as(
+    its: Decision, joint: fx.Graph, profile: HardwareProfile, groups: Groups | None = None, like_fsdp2: bool = False
+) -> Trial:
     """Predict the step of a joint graph, as ``trial_of`` does, with what was decided."""
     how = its.recomputed, its.sliced, its.lookahead, its.offloaded, its.hosted
-    return trial_of(joint, its.kept, profile, groups, False, *how)
+    return trial_of(joint, its.kept, profile, groups, like_fsdp2, *how)
 
 
 def trial_of(
@@ -224,7 +226,7 @@ def trial_of(
     weight = weigh(*(half for half, _, _ in lowered), fused=not like_fsdp2)
     halves: list[Lowered] = []
     for (half, its_plan, items), memory, given_up in zip(lowered, weight.memories, ((), weight.given_up)):
-        events = events_of(half, profile, groups, given_up, GraphMemory.of(half) if like_fsdp2 else memory)
+        events = events_of(half, profile, groups, given_up, memory)
         of_calls = dict(zip((node for node in half.nodes if node.op == "call_function"), events))
         halves.append(Lowered(half, its_plan, items, memory, of_calls, simulate(events)))
     first, then = halves

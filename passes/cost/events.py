@@ -6,7 +6,8 @@
     any other call                 Compute, which takes no time for a view
 
 A buffer is allocated by the event of the node that makes it, and freed by the event of its last reader. Time and memory
-are those of the code that Inductor generates: an op that is fused into its readers takes neither.
+are those of the code that Inductor generates, where an op that is fused into its readers takes neither, unless
+``memory`` says that nothing is fused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..wire.streams import TO_DEVICE, TO_HOST
 from .memory import GraphMemory, own_and_callers
 from .profiles import HardwareProfile
 from .replay import Compute, Event, Launch, Wait
-from .roofline import Groups, copy_seconds, graph_seconds, group_of, launch_seconds, sent_by, slowdown
+from .roofline import Groups, copy_seconds, graph_seconds, group_of, launch_seconds, node_seconds, sent_by, slowdown
 
 
 def events_of(
@@ -45,7 +46,10 @@ def events_of(
             "Inductor compiled."
         )
     memory = memory or GraphMemory.of(graph)
-    seconds = graph_seconds(graph, profile, memory.away)
+    if memory.fused:
+        seconds = graph_seconds(graph, profile, memory.away)
+    else:
+        seconds = {node: node_seconds(node, profile) for node in graph.nodes if node.op == "call_function"}
     allocs, frees = _buffers(memory, given_up)
     events: list[Event] = []
     beside: list[str] = []  # copies of gradients, which one node waits for

@@ -252,6 +252,7 @@ class GraphMemory:
     needed: dict[fx.Node, tuple[Storage, ...]]  # by each node, as if nothing were fused
     away: set[fx.Node]  # the nodes that are computed inside their readers
     over_inputs: set[fx.Node]  # pointwise results that may take the place of an input
+    fused: bool  # as Inductor compiles the graph; else each operator is a kernel of its own
 
     @classmethod
     def of(cls, graph: fx.Graph, fused: bool = True) -> GraphMemory:
@@ -261,7 +262,7 @@ class GraphMemory:
         pointwise = (node for node in graph.nodes if fused and node not in away and is_pointwise(node))
         over_inputs = {node for node in pointwise if storages[node] and storages[node][0].node is node}
         needed = {node: tuple(_needed_by(node, storages)) for node in graph.nodes}
-        return cls(graph, storages, needed, away, over_inputs)
+        return cls(graph, storages, needed, away, over_inputs, fused)
 
     def with_given(self, given: Mapping[fx.Node, Sequence[Storage]]) -> GraphMemory:
         """Return the same, but these calls count as inputs that take storages of forward."""

@@ -222,7 +222,7 @@ _NVLINK_EFFICIENCY = 0.8
 # An adapter of 400 Gb/s, 50 GB/s: 46 to 48 GB/s (NVIDIA/nccl-tests, issue 290).
 _INFINIBAND_EFFICIENCY = 0.92
 # Inductor's pointwise kernels on large tensors: 2.2 of 2.4 TB/s, on an H100 of Meta (pytorch/ao,
-# torchao/testing/training/roofline_utils.py). Other cards are taken to be alike.
+# torchao/testing/training/roofline_utils.py). Newer cards are taken to be alike.
 _HBM_EFFICIENCY = 0.92
 # Memory is what torch reports of these cards (total_memory), in whole GiB. Data sheets round, and some count GB: an 80
 # GB card has 79.1 GiB, an H200 139.8, a B200 178.4. Of that, torch cannot have what the driver takes for a process, 534
@@ -262,24 +262,25 @@ def _nvlink(both_directions: float, slows_compute: float) -> Link:
 
 # NVIDIA A100 Tensor Core GPU data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4), A100 80GB SXM, dense figures:
 # FP64 tensor core 19.5, FP32 19.5, TF32 156, BF16 and FP16 312 TFLOPS; 80 GB, 2,039 GB/s; NVLink 600 GB/s, PCIe Gen4
-# 64 GB/s, of both directions. DGX A100 data sheet: eight 200 Gb/s adapters for eight GPUs. Matmuls: 257 of 312 for
-# normally distributed data, 295 for zeros ("Strangely, Matrix Multiplications on GPUs Run Faster When Given
-# 'Predictable' Data!", www.thonking.ai/p/strangely-matrix-multiplications). Attention: 50 to 73 % of the peak
-# (FlashAttention-2, arXiv 2307.08691); 62 of the 82 % that matmuls reach.
+# 64 GB/s, of both directions. DGX A100 data sheet: eight 200 Gb/s adapters for eight GPUs. Matmuls of normally
+# distributed data, 4,096 to 32,768 rows: 241 to 258 of 312 where the weight has 4,096 to 65,536 on both sides, 250 on
+# average (aiconfigurator-core 0.12.0, a100_sxm/gemm/sglang/0.5.10). Attention: 50 to 73 % of the peak
+# (FlashAttention-2, arXiv 2307.08691); 62 of the 80 % that matmuls reach. Memory: rotary positions in place, 1.60 to
+# 1.64 of 2.04 TB/s on 8,192 to 16,384 tokens (linkedin/Liger-Kernel, benchmark/data/all_benchmark_data.csv).
 _A100 = HardwareProfile(
     name="a100",
     backend="nccl",
     flops={"float64": 19.5e12, "float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12, "float16": 312e12},
-    matmul_efficiency=0.82,
+    matmul_efficiency=0.80,
     memory_bytes=_memory(79),
     memory_bytes_per_s=2.039e12,
     host_bytes_per_s=32e9,
-    memory_efficiency=_HBM_EFFICIENCY,
+    memory_efficiency=0.80,
     kernel_s=_GPU_KERNEL_S,
     ranks_per_node=8,
     inside=_nvlink(600e9, _AMPERE_SLOWS),
     between=_infiniband(200, _AMPERE_BETWEEN_SLOWS),
-    attention_efficiency=0.76,
+    attention_efficiency=0.775,
 )
 
 # NVIDIA H100 Tensor Core GPU data sheet, H100 SXM: FP64 tensor core 67, FP32 67; with sparsity, which is twice the
