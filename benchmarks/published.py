@@ -3,8 +3,8 @@
 Tokens a second and GiB of one GPU. The table is ROWS, each with its source; what was trained in another way than it is
 planned is said in the last column. The last two rows are planned alone: what planning takes.
 
-No constant of the profiles was fitted to these rows. All but Hopper's slowdown beside collectives were settled when
-only rows 1, 2, 4, 5, 8 and 9 had been planned; for that one, all had been but 11, 13 and 15.
+No constant was fitted to these rows. But those of A100 and of `_machines` were replaced by better measurements after rows
+1 to 17 had been planned; rows 19 to 23 were planned for the first time after that.
 """
 
 from __future__ import annotations
