@@ -3,8 +3,8 @@
 Tokens a second and GiB of one GPU. The table is ROWS, each with its source; what was trained in another way than it is
 planned is said in the last column. The last two rows are planned alone: what planning takes.
 
-No constant was fitted to these rows. But those of A100 and of `_machines` were replaced by better measurements when rows
-1 to 17 had been planned. Rows 19 to 23 were planned for the first time after that.
+No constant was fitted to these rows. But those of A100 and of `_machines` were replaced by better measurements when
+rows 1 to 17 had been planned. Rows 19 to 23 were planned for the first time after that.
 """
 
 from __future__ import annotations
